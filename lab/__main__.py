@@ -24,18 +24,18 @@ COMMANDS = {
     "reader": "lab.training.reader",
     "atlas": "lab.training.atlas",
 }
-"""The module of each command, whose function `main` it runs."""
+"""Module of each command, with its function `main`."""
 
 
 class LazyCommands(TyperGroup):
-    """Imports the module of a command when it is used, so that `attention` runs without diffusers, for example."""
+    """Commands whose modules are imported on use, so that `attention` runs without diffusers, for example."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the commands."""
+        """Names of the commands."""
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name; None if there is none."""
+        """Command of this name, or None."""
         if cmd_name not in COMMANDS:
             return None
         command = typer.Typer(rich_markup_mode="rich", add_completion=False)

@@ -1,8 +1,8 @@
-"""The time of a denoising step over several GPUs under Ulysses, and images an hour, by a model on paper.
+"""Predicted time of a denoising step on several GPUs under Ulysses, and images an hour, by a simple cost model.
 
 python -m lab.scale     # prints the tables of docs/scale.md
 
-Terms of one GPU are measured and read from `lab/results`; the rest is arithmetic. Under Ulysses every GPU holds a part
+Times of one GPU are measured and read from `lab/results`; the rest is arithmetic. Under Ulysses every GPU holds a part
 of the tokens, and in each attention layer exchanges queries, keys, values and outputs for all tokens of a part of the
 heads. A step takes compute / GPUs + exchange, and exchanges do not overlap with compute, as in diffusers.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
 LINKS = {"NVLink": 450e9, "400 Gb/s network": 50e9}
-"""Bytes a second that one GPU sends while it receives as many: NVLink of an H200, and one 400 Gb/s adapter a GPU."""
-BYTES = 2  # of a bfloat16
+"""Bytes a second in each direction for one GPU: NVLink of an H200, and one 400 Gb/s adapter a GPU."""
+BYTES = 2  # bytes of a bfloat16
 
 
 class Step(NamedTuple):

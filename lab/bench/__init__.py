@@ -1,1 +1,1 @@
-"""Benchmarks: what kernels and calls cost beside other implementations, checked before they are timed."""
+"""Benchmarks of kernels and calls against other implementations, checked before timing."""

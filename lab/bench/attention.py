@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
-"""Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed beside its peers."""
+"""Benchmark of block-sparse attention in the shapes of FLUX.1, checked and timed against its peers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,21 +24,21 @@ from lab.bench.peers import Peer, peers
 
 __all__ = ["Case", "bench_attention", "main", "table_of"]
 
-PIXELS = 16  # along each side of a token of FLUX.1
+PIXELS = 16  # pixels along each side of a token of FLUX.1
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 class Case(NamedTuple):
-    """A picture size and the method whose block table is timed."""
+    """Image size and method of a block table to time."""
 
     pixels: int
     method: HilbertA
 
     def table(self, text: int) -> BlockTable:
-        """The block table of a layer in which the tiles have slid.
+        """Block table of a layer with shifted tiles.
 
         Raises:
-            ValueError: If the side is not a multiple of a token's.
+            ValueError: If the side is not a multiple of the token side.
         """
         if self.pixels < PIXELS or self.pixels % PIXELS:
             raise ValueError(
@@ -68,7 +68,7 @@ def bench_attention(
     everyone: Callable[..., list[Peer]] = peers,
     track: Track = silent,
 ) -> Iterator[dict[str, Any]]:
-    """The measurements of every peer so far, after every case, ready for JSON.
+    """Yield the measurements of all peers so far after every case, ready for JSON.
 
     The output or the gradients of each peer are first compared with the portable path in float64, on the first and the
     last head of the last sample. A wrong result is not timed, and a peer that cannot run is listed with the reason.
@@ -82,7 +82,7 @@ def bench_attention(
         head_dim: Channels of a head.
         text: Number of text tokens before the image.
         backward: Time forward and backward together.
-        rounds: Measurements of each peer; they take turns.
+        rounds: Measurements of each peer, interleaved.
         everyone: Returns the peers for a device, dtype and head_dim.
         track: Shows progress.
     """
@@ -143,12 +143,12 @@ def _reference(qkv: tuple[Tensor, ...], table: BlockTable, backward: bool) -> tu
 
 
 def _checked_part(x: Tensor) -> Tensor:
-    """The part that is compared: the first and the last head of the last sample."""
+    """Compared part: the first and the last head of the last sample."""
     return x[-1:, [0, -1]]
 
 
 def _error(results: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float:
-    """The largest relative error; NaN if either side has a NaN."""
+    """Largest relative error; NaN if either side has a NaN."""
     pairs = zip(results, references, strict=True)
     return torch.stack([(_checked_part(got) - want).norm() / want.norm() for got, want in pairs]).max().item()
 
@@ -171,7 +171,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 def main(
     pixels: Annotated[
-        str, typer.Option(help="Sides of FLUX.1 pictures in pixels; a token is 16 x 16.")
+        str, typer.Option(help="Sides of FLUX.1 images in pixels; a token is 16 x 16.")
     ] = "1024,1536,2048,4096",
     tiles: Annotated[str, typer.Option(help="Numbers of HilbertA tiles; 1 is a dense block table.")] = "1,4,16",
     centre: Annotated[str, typer.Option(help="Sides of HilbertA's central region, as fractions.")] = "0.25,0",

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Benchmark of what calls cost as they are called, beside their CUDA graphs: for ours and for peers, checked first."""
+"""Benchmark of calls from Python against their CUDA graphs, for Foveate and its peers, checked before timing."""
 
 import os
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ LOG_LINEAR = [log_linear.Case(tokens, 8, 64, None, 8, 16, "balanced") for tokens
 def bench_calls(
     device: torch.device, rounds: int = 15, track: Track = silent, longest: float = 1.0
 ) -> Iterator[dict[str, Any]]:
-    """The measurements so far, after every case, ready for JSON: rows of `bench_attention` and `bench_log_linear`.
+    """Yield the measurements so far after every case: rows of `bench_attention` and `bench_log_linear`.
 
     Args:
         device: A GPU.
-        rounds: Measurements of each call; they take turns.
+        rounds: Measurements of each call, interleaved.
         track: Shows progress.
         longest: Longest call in seconds; slower peers are skipped.
     """
@@ -54,7 +54,7 @@ def bench_calls(
 
 
 def _peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
-    """All peers but FlexAttention, whose compilation takes longer than all else."""
+    """All peers except FlexAttention, whose compilation takes longer than everything else."""
     return [peer for peer in peers(device, dtype, head_dim) if peer.name != "FlexAttention"]
 
 

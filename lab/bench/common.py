@@ -1,5 +1,5 @@
 # pyright: basic
-"""What the benchmarks share: checks and time limits before timing, and statistics of times."""
+"""Shared code of the benchmarks: checks and time limits before timing, and statistics of times."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -24,21 +24,21 @@ __all__ = [
     "time_rows",
 ]
 
-ENQUEUED = 20  # most calls in a row when only the processor is timed, so that the queue of the GPU never fills
+ENQUEUED = 20  # most consecutive calls when only the CPU is timed, so that the queue of the GPU never fills
 TIMES: list[TableColumn] = [
     ("ms", "median_s", milliseconds),
     ("called, ms", "eager_s", milliseconds),
     ("enqueued, ms", "enqueue_s", milliseconds),
 ]
-"""The time of a call as a CUDA graph, as it is called, and until Python returns from it; the last two on GPUs only."""
+"""Times of a call: as a CUDA graph, as called from Python, and until Python returns; the last two on GPUs only."""
 
 
 class Timed(NamedTuple):
     """A call to time.
 
     Attributes:
-        call: The call, as users make it.
-        graph: Its CUDA graph, or the call itself.
+        call: The call as users make it.
+        graph: CUDA graph of the call, or the call itself.
     """
 
     call: Callable[[], object]
@@ -46,13 +46,13 @@ class Timed(NamedTuple):
 
     @classmethod
     def of(cls, call: Callable[[], object], device: torch.device, *, graph: bool = True) -> "Timed":
-        """The call and, with `graph` and on a GPU, its CUDA graph."""
+        """The call and, on a GPU with `graph`, its CUDA graph."""
         return cls(call, captured(call, device) if graph else call)
 
 
 @contextmanager
 def note_failure(row: dict[str, Any]) -> Generator[None]:
-    """Context that stores an error in the row as "failed", so that one candidate cannot end the benchmark."""
+    """Context manager that stores an error in the row as "failed", so that one candidate cannot end the benchmark."""
     try:
         yield
     except Exception as error:
@@ -78,7 +78,7 @@ def check_time(seconds: float, longest: float, source: str) -> None:
 def output_or_gradients(
     attend: Callable[..., Tensor], qkv: Sequence[Tensor], backward: bool
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that returns the output of attention, or the gradients of q, k and v for an output gradient of q."""
+    """A call of attention that returns the output, or the gradients of q, k and v with q as the output gradient."""
     if not backward:
         return lambda: (attend(*qkv),)
     leaves = [x.detach().requires_grad_() for x in qkv]
@@ -93,13 +93,13 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def time_rows(
     rows: list[dict[str, Any]], calls: Sequence[Timed], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Add `TIMES`, and speed-ups over the fastest dense candidate, to the rows that have not failed; returns these.
+    """Add `TIMES`, and speed-ups over the fastest dense candidate, to the rows without failures. Returns these rows.
 
     Args:
         rows: One row for each candidate; `row["dense"]` marks dense attention.
-        calls: The calls of the rows that have not failed.
-        rounds: Measurements of each call; the calls take turns.
-        device: Device on which they run.
+        calls: Calls of the rows without failures.
+        rounds: Measurements of each call, interleaved.
+        device: Device of the calls.
     """
     timed = [row for row in rows if "failed" not in row]
     for row, taken in zip(timed, time_calls([one.graph for one in calls], rounds, device), strict=True):
@@ -116,7 +116,7 @@ def time_rows(
 
 
 def _enqueue_seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds until Python returns from a call, on average over several in a row."""
+    """Seconds until Python returns from a call, averaged over consecutive calls."""
     torch.cuda.synchronize(device)
     began = perf_counter()
     for _ in range(repeats):

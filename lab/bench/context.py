@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     model: str
     device: torch.device
     dtype: torch.dtype
-    asked: QuestionWorkload = QuestionWorkload()
+    workload: QuestionWorkload = QuestionWorkload()
     rounds: int = 5
 
 
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
 @torch.no_grad()
 def bench_context(tokens: Sequence[int], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """Times to the first token after a context, ready for JSON; yields all results so far after each length.
+    """Yield the times to the first token so far after each length of the context, ready for JSON.
 
     Before timing, a small model with large random weights checks in the same dtype that recomputing all rows gives the
     logits of the full prefill, and that the stale context does not. The timed model is checked at each length.
@@ -75,43 +75,43 @@ def bench_context(tokens: Sequence[int], settings: Settings, track: Track = sile
         ValueError: If the model is unknown or too large for the device, a length is shorter than two chunks, or a
             check fails.
     """
-    asked = settings.asked
-    check_lengths(tokens, asked.chunk)
+    workload = settings.workload
+    check_lengths(tokens, workload.chunk)
     encoder = find_encoder(settings.model, settings.device, settings.dtype)
     checked = check(settings.device, settings.dtype)
     rows: list[dict[str, Any]] = []
     result = {
         "what": "time to the first token, timing only: random weights",
         **about(settings.model, encoder),
-        "chunk": asked.chunk,
-        "prompt": asked.prompt,
-        "recompute": asked.recompute,
+        "chunk": workload.chunk,
+        "prompt": workload.prompt,
+        "recompute": workload.recompute,
         "rounds": settings.rounds,
         "small_model": checked,
         "rows": rows,
         "versions": versions(),
     }
     for length in tokens:
-        rows += _timed(Work(encoder, length, asked), settings, track)
+        rows += _timed(Work(encoder, length, workload), settings, track)
         yield result
 
 
 def variants(settings: Settings) -> list[Variant]:
-    """The variants to time, full prefills first."""
+    """Variants to time, full prefills first."""
     full = [Variant("full prefill", None)]
     if settings.device.type == "cuda":
         flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
         for name, backends in (("cuDNN", [cudnn, flash]), ("FA2", [flash])):  # flash where cuDNN has no kernel
             attention = partial(sdpa_kernel, backends, set_priority=True)
             full.append(Variant(f"full prefill, {name}", None, attention=attention))
-    part = f"{settings.asked.recompute:.0%}"
-    ours = InfoFlowKV(recompute=settings.asked.recompute)
+    part = f"{settings.workload.recompute:.0%}"
+    ours = InfoFlowKV(recompute=settings.workload.recompute)
     return [
         *full,
         Variant("no recompute", NoRecompute()),
         Variant(f"InfoFlow {part}", ours),
-        Variant(f"CacheBlend {part}", CacheBlend(recompute=settings.asked.recompute)),
-        Variant(f"EPIC {part}", EPIC(recompute=settings.asked.recompute)),
+        Variant(f"CacheBlend {part}", CacheBlend(recompute=settings.workload.recompute)),
+        Variant(f"EPIC {part}", EPIC(recompute=settings.workload.recompute)),
         Variant(f"InfoFlow {part}, encoded on the fly", ours, cached=False),
     ]
 
@@ -119,7 +119,7 @@ def variants(settings: Settings) -> list[Variant]:
 def first_token(
     variant: Variant, work: Work, question: Question, watch: Stopwatch | None = None
 ) -> tuple[Tensor, int]:
-    """The logits of the first token, and the number of recomputed rows. `watch` times the `STAGES`."""
+    """Logits of the first token, and the number of recomputed rows. `watch` times the `STAGES`."""
     watch = watch or Stopwatch(work.encoder.device)
     if variant.method is None:
         ids = work.ids(question)[None]
@@ -177,14 +177,14 @@ def _timed(work: Work, settings: Settings, track: Track) -> list[dict[str, Any]]
 
 
 def _copy_seconds(work: Work, settings: Settings) -> float:
-    """Time to copy the keys and values of all chunks once, which composing them takes at least."""
+    """Time to copy the keys and values of all chunks once, the lower bound for composition."""
     states = [torch.stack([chunk.keys, chunk.values]) for chunk in work.chunks]
     copies = [torch.empty_like(state) for state in states]
     return median(time_calls([partial(torch._foreach_copy_, copies, states)], settings.rounds, settings.device)[0])
 
 
 def _flops(work: Work, variant: Variant, rows: int) -> float:
-    """Floating-point operations of matrix products, for recomputed rows that are spread evenly over the context."""
+    """Floating-point operations of matrix products, for recomputed rows spread evenly over the context."""
     config, model = work.encoder.model.config, work.encoder.model.model
     linear = 2 * sum(weight.numel() for weight in model.layers.parameters()) / config.num_hidden_layers
     pair = 4 * config.num_attention_heads * model.layers[0].self_attn.head_dim

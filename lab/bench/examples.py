@@ -30,7 +30,7 @@ __all__ = ["Settings", "bench_examples", "main", "table_of"]
 INPUTS = "random", "clusters"
 CLUSTERS = 200
 CHECKED = 2000  # pool size of the check against the full similarity matrix
-PEER_LIMIT = 5000  # largest pool for apricot-select, which builds that matrix
+PEER_LIMIT = 5000  # largest pool for apricot-select, which builds the full matrix
 
 
 class Settings(NamedTuple):
@@ -44,13 +44,13 @@ class Settings(NamedTuple):
 
 
 def bench_examples(pools: Sequence[int], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """Times of selecting and partitioning examples, ready for JSON; yields all results so far after each pool.
+    """Yield the times to select and partition examples so far after each pool, ready for JSON.
 
-    Before timing, examples selected from a small pool must equal those of the greedy algorithm on the full similarity
-    matrix in float64 on the CPU. The gains of each timed selection must add up to its coverage of the pool.
+    Before timing, the selection from a small pool must equal the greedy selection on the full similarity matrix in
+    float64 on the CPU. The gains of each timed selection must add up to its coverage of the pool.
 
-    Embeddings are random directions, and 200 clusters of them. If apricot-select is installed, it selects from pools
-    of up to 5,000 on the CPU, including the time to build the similarity matrix that it needs.
+    Embeddings are random directions, or 200 clusters of directions. If apricot-select is installed, it selects from
+    pools of up to 5,000 on the CPU, including the time to build its similarity matrix.
 
     Args:
         pools: Numbers of examples to select from.

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false
-"""What `foveate.kernels.launch` saves: recorded launches against plain Triton launches and standard custom ops.
+"""Benchmark of `foveate.kernels.launch`: recorded launches against plain Triton launches and standard custom ops.
 
 python -m lab.bench.launches bench/launches-cuda.json       # a GPU with 40 GB: about 4 minutes
 """
@@ -53,13 +53,13 @@ VARIANTS = ("recorded", "plain launches", "custom ops")
 
 
 def use(variant: str) -> None:
-    """Launch kernels in this way from now on."""
-    launch.INTERPRETED = variant != "recorded"  # then launches are not recorded
+    """Switch to a way of launching kernels."""
+    launch.INTERPRETED = variant != "recorded"  # turns recording off
     launch._WITH_GRADIENT.update(CUSTOM_OPS if variant == "custom ops" else OPS)
 
 
 def seconds_of_call(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until Python returns from a call, and until it is done, in a row of calls."""
+    """Seconds per call until Python returns, and until the GPU is done, in consecutive calls."""
     start = now(GPU)
     for _ in range(CALLS_IN_A_ROW):
         call()
@@ -90,13 +90,13 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def time_calls() -> Iterator[dict[str, Any]]:
-    """A row for each call and variant; the variants take turns."""
+    """A row for each call and variant; variants are interleaved."""
     for name, call in calls().items():
         taken: dict[str, list[tuple[float, float]]] = {}
         for variant in VARIANTS * ROUNDS:
             use(variant)
             if variant == "custom ops" and name.startswith("log-linear,"):
-                continue  # an op that returns a list has its gradients in another form there
+                continue  # standard custom ops return gradients of lists in another form
             if variant not in taken:
                 call()
             taken.setdefault(variant, []).append(seconds_of_call(call))
@@ -107,7 +107,7 @@ def time_calls() -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def time_steps(model: str) -> Iterator[dict[str, Any]]:
-    """A row for each method and variant: whole eager steps at 1024 px, in turn, over a cycle of plans."""
+    """A row for each method and variant: whole eager steps at 1024 px, interleaved, over a cycle of plans."""
     setup = Setup.of(model, device="cuda", dtype="bfloat16")
     step = setup.step((64, 64))
     for method in STEP_METHODS[model]:
@@ -118,7 +118,7 @@ def time_steps(model: str) -> Iterator[dict[str, Any]]:
                 use(variant)
                 step.run_as(0)
                 if not torch.equal(step.run(), expected):
-                    raise ValueError(f"{variant} gives another output of {model}: not timed")
+                    raise ValueError(f"the output of {model} with {variant} differs: not timed")
                 start = now(GPU)
                 for number in range(STEPS):
                     step.run_as(number)

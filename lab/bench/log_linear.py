@@ -1,5 +1,5 @@
 # pyright: basic
-"""Benchmark of log-linear attention over sequence lengths, checked and timed beside its peers."""
+"""Benchmark of log-linear attention over sequence lengths, checked and timed against its peers."""
 
 import math
 from collections import defaultdict
@@ -30,9 +30,9 @@ from lab.bench.reference import Call, key_gradient_error, query_error, selection
 __all__ = ["INPUTS", "Case", "Settings", "bench_log_linear", "growth", "main", "table_of"]
 
 INPUTS = "balanced", "skewed"
-GRADIENTS_UP_TO = 2**16  # tokens; the check in float64 takes seconds for more
+GRADIENTS_UP_TO = 2**16  # tokens; the float64 check of longer sequences takes seconds
 GROWS_FROM = 2**16  # tokens; below, launch times and partly idle GPUs hide the growth
-CASE_SECONDS = 3.0  # time for the measurements of a case; there are at least three of each candidate
+CASE_SECONDS = 3.0  # time for the measurements of a case, at least three of each candidate
 
 
 class Settings(NamedTuple):
@@ -103,7 +103,7 @@ class Candidate(NamedTuple):
         name: Name in tables.
         options: Options of the op; dense attention has 0 levels.
         attend: Returns the output and the lists of selected blocks.
-        graph: Whether to time it as a CUDA graph. The portable path has too many launches for one.
+        graph: Whether to time it as a CUDA graph. The portable path has too many launches for a graph.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(case: Case, settings: Settings) -> list[Candidate]:
-    """The implementations that support a case: dense attention first, the fastest of Foveate last."""
+    """Implementations that support a case: dense attention first, the fastest of Foveate last."""
     options, known = case.options(), {"portable": portable}
     if settings.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
         from foveate.kernels.log_linear.log_linear_attention import BACKENDS
@@ -150,14 +150,14 @@ def _by(run: Callable[..., Any], options: Options) -> Callable[..., tuple[Tensor
 
 
 def bench_log_linear(cases: Sequence[Case], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
-    """The measurements of every candidate so far, after every case, ready for JSON.
+    """Yield the measurements of all candidates so far after every case, ready for JSON.
 
     Before timing, three things are compared with float64: outputs and gradients of q for some queries, given the
     selected blocks; the selection itself; and gradients of k and v, up to `GRADIENTS_UP_TO` tokens. A wrong result is
     not timed, and a candidate that cannot run or would take too long is listed with the reason.
 
     Args:
-        cases: Cases to measure, in each series the shorter ones first: they predict the time of the longer ones.
+        cases: Cases to measure, the shorter first in each series, because they predict the times of the longer.
         settings: Settings of the measurement.
         track: Shows progress.
     """
@@ -225,10 +225,10 @@ def _rounds(seconds: Sequence[float], most: int) -> int:
 
 
 def _checked(candidate: Candidate, qkv: tuple[Tensor, ...], backward: bool) -> dict[str, float]:
-    """The errors of a call, by name.
+    """Errors of a call, by name.
 
     Raises:
-        ValueError: If one is too large.
+        ValueError: If an error is too large.
     """
     leaves = [x.detach().requires_grad_(backward) for x in qkv]
     out, lists = candidate.attend(*leaves)
@@ -258,7 +258,7 @@ def _stage_seconds(
 
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
-    """The stages of the Triton kernels in order, each as a call of its own."""
+    """Stages of the Triton kernels in order, each as a separate call."""
     from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
     from foveate.kernels.log_linear.forward import Keys, forward
     from foveate.kernels.log_linear.pooling import pool
@@ -290,7 +290,7 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The exponent p of time ~ tokens^p of Foveate in each series, from `GROWS_FROM` tokens on.
+    """Exponent p of time ~ tokens^p of Foveate in each series, from `GROWS_FROM` tokens.
 
     Fitted by least squares in log-log space; Foveate is the last peer of a case.
     """
@@ -348,7 +348,7 @@ def main(
     ] = False,
     longest: Annotated[float, typer.Option(min=0, help="Longest call in seconds; slower candidates are skipped.")] = 1,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Most measurements of each candidate; slow ones get fewer. They take turns.")
+        int, typer.Option(min=1, help="Most measurements of each candidate, interleaved; slow candidates get fewer.")
     ] = 15,
     out: Out = Path("bench"),
     device: Device = "auto",

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
-"""One denoising step on several GPUs of one host under Ulysses context parallelism, checked and timed beside one GPU.
+"""One denoising step on several GPUs of one host under Ulysses context parallelism, checked and timed against one GPU.
 
 torchrun --nproc-per-node 2 -m lab.bench.parallel lab/results --model flux-dev --grid 128x128
 """
@@ -41,7 +41,7 @@ def timed(pipe: Any, call: Any, method: Method | None, rounds: int) -> tuple[flo
 
 @torch.no_grad()
 def main() -> None:
-    """Time dense and sparse steps on one GPU and on all, and write the JSON file."""
+    """Time dense and sparse steps on one GPU and on all GPUs, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the JSON file")
     parser.add_argument("--model", default="flux-dev", choices=[*MODELS])

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Implementations of attention, dense and over a block table, that Foveate is compared with."""
+"""Implementations of attention to compare with, dense and over a block table."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
-    """The implementations on a device: dense ones first, then FlexAttention, then every backend of Foveate."""
+    """Implementations on a device: dense attention first, then FlexAttention, then every backend of Foveate."""
     ours = [_ours(backend) for backend in dispatch.backends("block_attention", device, dtype, head_dim)]
     everything = [
         Peer(name, False, lambda *_, attention=attention: attention) for name, attention in dense(device).items()

@@ -12,7 +12,7 @@ from foveate.methods.base import TokenMerging
 
 __all__ = ["FEATURES", "reconstruction_error"]
 
-CHANNELS = 640  # as in SDXL's largest feature maps with attention
+CHANNELS = 640  # channels of SDXL's largest feature maps with attention
 
 Features = Float[Tensor, "1 channels rows columns"]
 
@@ -33,7 +33,7 @@ FEATURES: dict[str, Callable[[int, torch.Generator], Features]] = {"random": _ra
 def reconstruction_error(method: TokenMerging, features: str, side: int, device: torch.device) -> float:
     """Mean of ||unmerge(merge(x)) - x|| / ||x|| over an early and a late block, which may merge differently.
 
-    This does not measure picture quality: the features are not those of a model, and no layer lies between merge and
+    This does not measure image quality: the features do not come from a model, and there is no layer between merge and
     unmerge.
 
     Args:

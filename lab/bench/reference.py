@@ -22,9 +22,9 @@ class Call(NamedTuple):
         k: Keys.
         v: Values.
         out: Output.
-        lists: Lists of the `Selection` that was read; empty for dense attention.
+        lists: Lists of the `Selection` used; empty for dense attention.
         options: Options of log-linear attention; 0 levels mean dense attention.
-        grads: Gradients of q, k and v for an output gradient of q; empty for a forward pass.
+        grads: Gradients of q, k and v with q as the output gradient; empty for a forward pass.
     """
 
     q: Tensor
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 def query_error(call: Call) -> float:
-    """The largest relative error of the output and of the gradient of q; NaN if a checked head contains one.
+    """Largest relative error of the output and of the gradient of q; NaN if a checked head contains NaN.
 
     Checks sampled queries of two heads, always including the first and the last token.
     """
@@ -63,7 +63,7 @@ def query_error(call: Call) -> float:
 
 
 def key_gradient_error(call: Call) -> float:
-    """The largest relative error of the gradients of two heads of k and v, compared with the portable float64 path."""
+    """Largest relative error of the gradients of two heads of k and v against the portable path in float64."""
     some = [x[-1:, [0, -1]] for x in (call.q, call.k, call.v)]
     leaves = [x.double().requires_grad_() for x in some]
     lists = [x[-1:, [0, -1]] for x in call.lists]
@@ -74,7 +74,7 @@ def key_gradient_error(call: Call) -> float:
 
 
 def selection_error(call: Call) -> float:
-    """Score of the best unselected node minus that of the worst selected one, relative to the largest score.
+    """Best score of an unselected node minus worst score of a selected node, relative to the largest score.
 
     At least 0, and infinite for invalid lists. Checks the lists of sampled queries of two heads.
     """
@@ -99,13 +99,13 @@ def selection_error(call: Call) -> float:
 
 
 def _query(head: Call, means: list[tuple[Tensor, Tensor]], row: int) -> tuple[Tensor, Tensor]:
-    """Output of one query, and its gradient for an output gradient of the query itself."""
+    """Output of one query, and its gradient with the query as the output gradient."""
     options, q = head.options, head.q[row].double()
-    seen = [_visible(head, level, row, len(keys)) for level, (keys, _) in enumerate(means)]
+    visible = [_visible(head, level, row, len(keys)) for level, (keys, _) in enumerate(means)]
     keys, values = (
-        torch.cat([x[numbers] for x, numbers in zip(xs, seen, strict=True)]) for xs in zip(*means, strict=True)
+        torch.cat([x[numbers] for x, numbers in zip(xs, visible, strict=True)]) for xs in zip(*means, strict=True)
     )
-    spans = zip(_spans(options), seen, strict=False)
+    spans = zip(_spans(options), visible, strict=False)
     counts = torch.cat([(len(head.q) - numbers * span).clamp(max=span) for span, numbers in spans])
     weights = (options.scale * keys @ q + counts.double().log()).softmax(0)
     out = weights @ values

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false
-"""Where the time of a denoising step goes: attention, merging and plans; and what merging loses of features."""
+"""Profile of a denoising step: time of attention, merging and plans; and the reconstruction error of merging."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -52,15 +52,15 @@ MERGE, PLAN = ("foveate::region_matmul", "foveate::region_update"), "foveate::pl
 def profile_step(
     setup: Setup, sides: Sequence[int], *, rounds: int = 9, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
-    """The parts of the time of one forward pass with each method, after every new row.
+    """Yield the shares of the time of one forward pass with each method, after every new row.
 
     A method that merges tokens is profiled over one cycle of its schedule: `merge_share` is the fraction of the time
-    in the ops that merge and unmerge, `plan_share` that in plans. Both are 0 where compiled code or other ops do
-    this, for example on a CPU. In a UNet, `reconstruction_random` and `reconstruction_smooth` are the errors of
+    in the ops that merge and unmerge, `plan_share` the fraction in plans. Both are 0 if compiled code or other ops do
+    this work, for example on a CPU. In a UNet, `reconstruction_random` and `reconstruction_smooth` are the errors of
     `reconstruction_error`. In FLUX, sparse attention is also timed alone, against dense attention in the same shape:
     `attention_share` of the step, `attention_speed_up`.
 
-    The arguments are those of `foveate.apps.bench.step.bench_step`.
+    For the arguments, see `foveate.apps.bench.step.bench_step`.
     """
     is_flux = isinstance(denoiser(setup.pipe), FluxTransformer2DModel)
     rows: list[dict[str, Any]] = []
@@ -123,12 +123,12 @@ def _attention_alone(
 def time_shares(call: Callable[[], object], names: Sequence[str], device: torch.device) -> list[float]:
     """Fraction of a call's time spent in each of the named ops and `record_function` ranges; 0 if it never runs.
 
-    On a GPU this is kernel time, otherwise CPU time of ops. Nested names count for the outermost one only.
+    On a GPU this is kernel time, otherwise CPU time of ops. Nested names count for the outermost name only.
 
     Args:
         call: Function to profile.
         names: Names of the ops and ranges.
-        device: Device on which the call runs.
+        device: Device of the call.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
@@ -184,8 +184,8 @@ def main(
 ) -> None:
     """Show where the time of a denoising step goes: attention, merging, plans.
 
-    [bold]foveate bench step[/] measures the time itself. For SDXL it also prints how much of random and of smooth
-    features merging and unmerging lose, because with random weights there are no pictures to judge.
+    [bold]foveate bench step[/] measures the time itself. For SDXL this also prints the error of merging and unmerging
+    random and smooth features, because with random weights there are no images to judge.
 
     python -m lab step-profile --model sdxl --compile
     """

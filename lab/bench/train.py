@@ -45,10 +45,10 @@ from lab.bench.common import check_errors, check_time, note_failure
 
 __all__ = ["VARIANTS", "Settings", "Variant", "bench_train", "main", "table_of"]
 
-CHECKED = 32  # tokens along each side of the pictures in the check
+CHECKED = 32  # tokens along each side of the images in the check
 ALL_BLOCKS = CHECKED**2 // 16
 CHECKED_LEVELS = 3  # maximum for CHECKED**2 tokens
-MEASURING_SECONDS = 8.0  # after which no further step is measured
+MEASURING_SECONDS = 8.0  # no further step is measured after this time
 
 
 class Variant(NamedTuple):
@@ -83,13 +83,13 @@ class Variant(NamedTuple):
 
     @contextmanager
     def chosen(self) -> Generator[None]:
-        """Context in which dense attention runs in `kernel`; compile caches, which ignore it, are off."""
+        """Context manager that runs dense attention in `kernel`, without compile caches, which ignore the kernel."""
         kernel = nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
         with torch.compiler.config.patch(force_disable_caches=True), kernel:
             yield
 
     def seconds_at(self, tokens: int, fewer: dict[str, Any]) -> float:
-        """Predicted seconds of a step, extrapolated from one with fewer tokens."""
+        """Predicted seconds of a step, extrapolated from a step with fewer tokens."""
         more, attention = tokens / fewer["tokens"], fewer["attention_share"]
         power = 2 if (self.levels or 0) < 2 else 1  # one level scores every pair of blocks
         return fewer["step_s"] * (attention * more**power + (1 - attention) * more)
@@ -129,22 +129,22 @@ class Settings(NamedTuple):
 def bench_train(
     sides: Sequence[int], variants: Sequence[str], settings: Settings, track: Track = silent
 ) -> Iterator[dict[str, Any]]:
-    """The times of one step of `foveate train` so far, after every new row, ready for JSON.
+    """Yield the times of one step of `foveate train` so far after every new row, ready for JSON.
 
-    A step is forward, loss, backward, clipping, AdamW and the moving average. Weights and pictures are random. The
+    A step is forward, loss, backward, clipping, AdamW and the moving average. Weights and images are random. The
     variants are timed one after the other, so that each has all the memory; then attention alone, forward and
-    backward, in the same shapes. Before that, loss and gradients of a step on small pictures, with every block
-    selected and no means, are compared with those of plain dense attention. A wrong variant is not timed, and a
-    variant that cannot run or would take too long is listed with the reason.
+    backward, in the same shapes. Before that, loss and gradients of a step on small images, with every block selected
+    and no means, are compared with plain dense attention. A wrong variant is not timed, and a variant that cannot run
+    or would take too long is listed with the reason.
 
     Args:
-        sides: Sides of the pictures in pixels.
-        variants: Names in `VARIANTS`. Speed-ups are over the first dense one.
+        sides: Sides of the images in pixels.
+        variants: Names in `VARIANTS`. Speed-ups are over the first dense variant.
         settings: Settings of the model and of the measurement.
         track: Shows progress.
 
     Raises:
-        ValueError: If a variant or the model is unknown, or patches do not fill a picture.
+        ValueError: If a variant or the model is unknown, or patches do not fill an image.
     """
     recipe = PixelRecipe(dtype=settings.dtype)
     if settings.dit not in MODELS:
@@ -195,7 +195,7 @@ def _measured(variant: Variant, side: int, predicted: float, settings: Settings)
 
 
 class RandomPictures:
-    """Pictures of independent random pixels."""
+    """Images of independent random pixels."""
 
     count, captioned, checksum = None, False, "random"
 
@@ -221,7 +221,7 @@ def _prepared(
 
 
 def _batch(side: int, count: int, settings: Settings) -> NoisyPicture:
-    """Random pictures under noise."""
+    """Random noisy images."""
     samples = NoisyPictures(RandomPictures(), (side, side), seed=0)
     return NoisyPicture(
         *(x.to(settings.device) for x in default_collate([samples[number] for number in range(count)]))
@@ -229,10 +229,10 @@ def _batch(side: int, count: int, settings: Settings) -> NoisyPicture:
 
 
 def _checked(variant: Variant, settings: Settings) -> dict[str, float]:
-    """Relative errors of loss and gradients to dense attention, with every block selected.
+    """Relative errors of loss and gradients against dense attention, with every block selected.
 
     Raises:
-        ValueError: If one is too large.
+        ValueError: If an error is too large.
     """
     batch = _batch(CHECKED * settings.patch, 2, settings)
     loss, grads = _gradients(variant, batch, settings)
@@ -257,7 +257,7 @@ def _gradients(variant: Variant, batch: NoisyPicture, settings: Settings) -> tup
 
 
 def _timed(variant: Variant, side: int, settings: Settings) -> dict[str, Any]:
-    torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
+    torch.compiler.reset()  # each variant compiles new graphs, and their number is limited
     accelerator, model, trained = _prepared(variant, settings, settings.compile)
     step = partial(
         train_step, accelerator, model, trained, partial(velocity_loss, model, _batch(side, settings.batch, settings))
@@ -334,7 +334,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def main(
-    pixels: Annotated[str, typer.Option(help="Sides of the pictures in pixels.")] = "256,512",
+    pixels: Annotated[str, typer.Option(help="Sides of the images in pixels.")] = "256,512",
     variants: Annotated[
         str,
         typer.Option(
@@ -349,7 +349,7 @@ def main(
     checkpointing: Checkpointing = False,
     compile: Compile = False,
     longest: Annotated[float, typer.Option(min=0, help="Longest step in seconds; slower variants are skipped.")] = 15,
-    rounds: Annotated[int, typer.Option(min=1, help="Most measurements of each variant; slow ones get fewer.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Most measurements of each variant; fewer if slow.")] = 7,
     out: Out = Path("bench"),
     device: TrainingDevice = "auto",
     dtype: TrainingDtype = "auto",
@@ -357,8 +357,7 @@ def main(
 ) -> None:
     """Time one training step of a pixel model with random weights, with dense and with log-linear attention.
 
-    The step is that of [bold]foveate train[/]: forward, loss, backward, clipping, AdamW and the average of the
-    weights.
+    A step as in [bold]foveate train[/]: forward, loss, backward, clipping, AdamW and the average of the weights.
 
     python -m lab train --compile                                         # a GPU: about 4 minutes
 

@@ -1,1 +1,1 @@
-"""Studies of quality: what methods and their options cost in images, videos and answers."""
+"""Studies of quality: effects of methods and their options on images, videos and answers."""

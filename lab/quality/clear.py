@@ -38,7 +38,7 @@ class Clear(SparseAttention):
         return f"CLEAR r={self.radius:g}"
 
     def plan(self, grids: tuple[Grid, ...], text: int, *, device: str = "cpu") -> AttentionPlan:
-        """The discs of one image, in raster order.
+        """Discs of one image, in raster order.
 
         Raises:
             DenseFallback: If there are reference images.
@@ -50,7 +50,7 @@ class Clear(SparseAttention):
 
 
 class Discs(BlockTable):
-    """A block table of CLEAR, which `_flex_attention` recognises by its type."""
+    """Block table of CLEAR, recognised by `_flex_attention` by its type."""
 
 
 @lru_cache(maxsize=8)
@@ -60,21 +60,21 @@ def _plan(method: Clear, grid: tuple[int, int], text: int, device: str) -> Atten
     texts, cells = block_starts(text)[:-1], grid[0] * grid[1]
     rows, columns = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).unbind(1)
     near = (rows[:, None] - rows).square() + (columns[:, None] - columns).square() < method.radius**2
-    seen = torch.ones(len(texts) + cells, len(texts) + cells, dtype=torch.bool)
-    seen[len(texts) :, len(texts) :] = near
+    visible = torch.ones(len(texts) + cells, len(texts) + cells, dtype=torch.bool)
+    visible[len(texts) :, len(texts) :] = near
     starts = torch.cat([texts, text + torch.arange(cells + 1)]).int()
-    offsets = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
-    table = Discs(starts, starts, offsets, seen.nonzero()[:, 1].int())
+    offsets = torch.nn.functional.pad(visible.sum(1).cumsum(0), (1, 0)).int()
+    table = Discs(starts, starts, offsets, visible.nonzero()[:, 1].int())
     order = raster_order(*grid, device=device)
-    segments = cells * ((0, 1),)  # one for each token, so that none may merge
+    segments = cells * ((0, 1),)  # one for each token, so that no tokens merge
     return AttentionPlan((order,), segments, (table,), method.title, 1 - near.double().mean().item())
 
 
 def radius_for(sparsity: float, grid: tuple[int, int], text: int) -> float:
-    """The radius whose table has a sparsity as close as possible to the given one.
+    """Radius of the table with a sparsity as close as possible to the given one.
 
     Args:
-        sparsity: Fraction of all pairs of tokens that are skipped.
+        sparsity: Skipped fraction of all pairs of tokens.
         grid: (rows, columns) of image tokens.
         text: Number of text tokens.
     """

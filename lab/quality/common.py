@@ -1,4 +1,4 @@
-"""What the studies share: options, the device, and where results go."""
+"""Shared code of the studies: options, the device, and the folder of results."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ __all__ = ["RESULTS", "SHEETS", "Batch", "Commit", "Pictures", "Prompts", "Size"
 
 RESULTS, SHEETS = Path("lab/results"), Path("docs/images")
 
-Size = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
+Size = Annotated[int, typer.Option(help="Side of the images in pixels.")]
 Prompts = Annotated[int, typer.Option(help="Held-out captions.")]
 Batch = Annotated[int, typer.Option(help="Batch size.")]
-Pictures = Annotated[str, typer.Option(help="Folder of the pictures; an existing run is resumed.")]
+Pictures = Annotated[str, typer.Option(help="Folder of the images; an existing run is resumed.")]
 
 
 def device_type() -> str:
-    """Device type of small models: a GPU if there is one."""
+    """Device type for small models: the GPU if available."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -5,11 +5,10 @@ python -m lab.quality.context --readers out/readers/0/reader,out/readers/1/reade
 
 `python -m lab reader` trains a reader. Each task consists of texts of facts, split into chunks that are encoded alone,
 and one question about each text. A task is reported only if the full prefill answers at least 10 % more questions than
-the composed chunks without recomputation, and 10 % more than the best guess: otherwise there is no gap that a method
-could close, or closing it takes no reading. All methods get the same questions and recompute the same number of rows,
-none of them in the first chunk. CacheBlend also recomputes all rows of layers 0 and 1, as its authors' code does.
-Intervals are from a bootstrap over readers and, within each reader, over questions. Measurements found in --out are
-reused.
+the composed chunks without recomputation, and 10 % more than the best guess: otherwise there is no gap for a method to
+close, or a guess closes it. All methods get the same questions and recompute the same number of rows, none of them in
+the first chunk. CacheBlend also recomputes all rows of layers 0 and 1, as in its authors' code. Intervals are from a
+bootstrap over readers and, within each reader, over questions. Measurements found in --out are reused.
 """
 
 from collections.abc import Callable
@@ -44,7 +43,7 @@ from lab.quality.context_report import draw_tasks, markdown
 from lab.training.questions import ask
 
 PREFIX = 1  # tokens before every context
-PEOPLE, SENTENCES = 6, 36  # of a text: 6 ids and 30 facts, with 5 or 6 relations
+PEOPLE, SENTENCES = 6, 36  # per text: 6 ids and 30 facts, with 5 or 6 relations
 CHUNK = PEOPLE * SENTENCE  # tokens: the first chunk has all ids, every other chunk has six sentences
 CUT = 18  # tokens, not a multiple of a sentence
 GAP = 0.1
@@ -63,7 +62,7 @@ class Task:
         chunk: Tokens in a chunk.
         draw: Options of `draw_facts`.
         ask: Options of `ask`.
-        fits: Selects the facts that may be asked about.
+        fits: Mask of the facts that questions may be about.
     """
 
     about: str
@@ -133,11 +132,11 @@ class TextsWithQuestions(NamedTuple):
         ids: Token ids of prefix and text.
         prompts: Token ids of the questions, all of one length.
         answers: Token id of each answer.
-        fact: Rows of the fact that is asked about.
+        fact: Rows of the fact in question.
         alike: Rows of all facts with the same relation. If there are fewer than in other texts, the last repeats.
-        guess: Probability of the answer for a guesser that does not know which id belongs to whom. It guesses the most
-            frequent value among the possible facts: those with the relation and, if the fact names an id, those that
-            name an id and come after the place where the id is told.
+        guess: Probability of the answer for a guesser that does not know whose an id is. It guesses the most frequent
+            value among the possible facts: facts with the relation and, if the fact in question names an id, only
+            facts that name an id and follow the definition of the id.
     """
 
     ids: Int[Tensor, "questions rows"]
@@ -149,15 +148,15 @@ class TextsWithQuestions(NamedTuple):
 
 
 def draw_questions(task: Task, count: int) -> TextsWithQuestions:
-    """Questions of a task, each about a text of its own, the same in every run."""
+    """Questions of a task, each about a different text, the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     facts = draw_facts(2 * count, SENTENCES, generator, people=(PEOPLE, PEOPLE), **task.draw)
     fits = task.fits(facts)
     kept = fits.any(1).nonzero()[:count, 0]
     facts = Facts(*(part[kept] for part in facts))
     place = torch.multinomial(fits[kept].float(), 1, generator=generator)
-    asked = ask(facts, place, generator, **task.ask)
-    length = int(asked.length[0, 0])
+    questions = ask(facts, place, generator, **task.ask)
+    length = int(questions.length[0, 0])
     start = torch.full((len(kept), 1), WORDS.index("<s>"))
     alike = (facts.relation == facts.relation.gather(1, place)) & (facts.owner != BLANK)
     possible = alike & (facts.by_id == facts.by_id.gather(1, place))
@@ -166,8 +165,8 @@ def draw_questions(task: Task, count: int) -> TextsWithQuestions:
     others = torch.where(alike, torch.arange(SENTENCES), -1).sort(descending=True).values[:, :PEOPLE]
     return TextsWithQuestions(
         torch.cat([start, facts.ids], 1),
-        asked.ids[:, 0, :length],
-        asked.ids[:, 0, length],
+        questions.ids[:, 0, :length],
+        questions.ids[:, 0, length],
         _rows(place),
         _rows(torch.where(others < 0, others[:, :1], others)),
         counts.amax(1) / counts.sum(1),
@@ -175,7 +174,7 @@ def draw_questions(task: Task, count: int) -> TextsWithQuestions:
 
 
 def _rows(places: Int[Tensor, "questions facts"]) -> Int[Tensor, "questions rows"]:
-    """The rows of the facts at these places."""
+    """Rows of the facts at these places."""
     return (PREFIX + places[..., None] * SENTENCE + torch.arange(SENTENCE)).flatten(1).sort().values
 
 
@@ -190,9 +189,9 @@ def measure(
     batch: int,
     track: Callable[[int], Callable[[], None]] = lambda length: lambda: None,
 ) -> Cells:
-    """Four measures for each "method budget": correctness, KL divergence, fraction of the fact chosen, number of rows.
+    """Four measures for each "method budget": correctness, KL divergence, chosen fraction of the fact, number of rows.
 
-    The divergence, in nats, is that of the answer's distribution from the full prefill's. All chunks have one length.
+    The divergence of the answer's distribution from the full prefill is in nats. All chunks have one length.
     """
     chunk = spans[0][1] - spans[0][0]
     trials: dict[str, Callable[[int], RecomputePolicy]] = {
@@ -228,8 +227,8 @@ def measure(
 def _score(
     patched: PatchedBatch, answers: Tensor, full: Tensor, questions: TextsWithQuestions, chunk: int
 ) -> Float[Tensor, "measures questions"]:
-    """The measures of one method, from its log-probabilities of the answers and those of the full prefill."""
-    place = (questions.fact - PREFIX) // chunk  # of the fact's rows, as an index of their chunk
+    """Measures of one method, from the log-probabilities of the answers by the method and by the full prefill."""
+    place = (questions.fact - PREFIX) // chunk  # chunk of each row of the fact
     moved = (torch.tensor(patched.orders)[:, None] == place[..., None]).long().argmax(-1)
     rows = questions.fact + (moved - place) * chunk
     right = answers.argmax(-1).cpu() == questions.answers
@@ -240,11 +239,11 @@ def _score(
 
 
 def objection(gap: float, lead: float) -> str:
-    """The reason why a task cannot compare methods, or an empty string if it can.
+    """Reason why a task cannot compare methods, or an empty string if it can.
 
     Args:
-        gap: Accuracy of the full prefill minus that of the composed chunks without recomputation.
-        lead: Accuracy of the full prefill minus that of a guess.
+        gap: Accuracy of the full prefill minus accuracy of the composed chunks without recomputation.
+        lead: Accuracy of the full prefill minus accuracy of a guess.
     """
     reasons = {"no gap": gap, "the full prefill is no better than a guess": lead}
     return " and ".join(reason for reason, above in reasons.items() if above < GAP)
@@ -253,7 +252,7 @@ def objection(gap: float, lead: float) -> str:
 def summarise(
     cells: dict[str, Float[np.ndarray, "measures readers questions"]], guess: Float[np.ndarray, "questions"]
 ) -> dict[str, Any]:
-    """Means and 95 % intervals of each method and budget. If there is an objection, only the full prefill and none."""
+    """Means and 95 % intervals of each method and budget; with an objection, only of the full prefill and none."""
     readers, count = next(iter(cells.values())).shape[1:]
     draws = np.random.default_rng(0)
     weights = np.zeros((RESAMPLES, readers, count), np.float32)
@@ -329,7 +328,7 @@ def report(
         tasks: Description, chunks and questions of each task, by name.
         budgets: Fractions of the rows to recompute.
         batch: Questions in a batch.
-        out: Folder of measurements. Those found there are reused.
+        out: Folder of measurements. Existing measurements are reused.
         about: Further entries of the JSON file.
         commit: Measured commit, if git cannot tell.
     """

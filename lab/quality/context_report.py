@@ -17,7 +17,7 @@ STYLES = {
 
 
 def markdown(tasks: dict[str, Any]) -> str:
-    """A table for each task that can compare methods, and one line with the reason for each other task."""
+    """A table for each task that can compare methods, and one line with the reason for every other task."""
     parts = []
     for name, task in tasks.items():
         cells = task["cells"]
@@ -43,7 +43,7 @@ def markdown(tasks: dict[str, Any]) -> str:
 
 
 def _passed(task: dict[str, Any]) -> str:
-    """The readers with which the task could compare methods if they were the only one."""
+    """Readers with which alone the task could compare methods."""
     passed = (str(i) for i, passes in enumerate(task["readers"]) if passes)
     return f"readers that pass: {', '.join(passed) or 'none'} (of {len(task['readers'])})"
 

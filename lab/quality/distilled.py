@@ -5,8 +5,8 @@ python -m lab.quality.distilled --out run-1 --only t16-still,clear  # on another
 accelerate launch --num_processes 2 -m lab.quality.distilled --at-once 16 --only t16  # on both GPUs together
 
 Every variant is scored without and with its LoRA. All have 16 tiles, rank 64 in all layers and shifted noise levels,
-unless their name says otherwise, and are trained on the same pictures. CLEAR has the sparsity of 16 tiles and runs on
-FlexAttention, in blocks that are not compiled for its training. An existing run in --out is resumed.
+unless their name says otherwise, and are trained on the same images. CLEAR has the sparsity of 16 tiles and runs on
+FlexAttention, without compiled blocks in training. An existing run in --out is resumed.
 """
 
 import csv
@@ -34,10 +34,10 @@ from lab.quality.clear import Clear, radius_for, register
 from lab.quality.common import Batch, Commit, Prompts, Size
 from lab.quality.quality import judge
 
-PIXELS = 4  # along each side of a token
-SEED = 10_000  # of the first training picture; the seeds of the scored pictures begin at 0
-LAST = 100  # steps whose mean loss is reported as the final loss
-SHOWN = "t16", "t4-rank32"  # variants whose pictures go into docs/images
+PIXELS = 4  # pixels along each side of a token
+SEED = 10_000  # seed of the first training image; the seeds of the scored images begin at 0
+LAST = 100  # the final loss is the mean over this number of steps
+SHOWN = "t16", "t4-rank32"  # variants with images in docs/images
 
 USUAL: dict[str, Any] = {"rank": 64, "layers": "all", "levels": "shifted", "optimizer": "adamw"}
 
@@ -62,11 +62,11 @@ VARIANTS: dict[str, tuple[Method | None, dict[str, Any]]] = {
     "t16-raster": (HilbertA(tiles=16, curve="raster", slide="curve"), {}),
     "clear": (None, {}),
 }
-"""Method and changed options of the recipe, by name; None is CLEAR, whose radius depends on the size."""
+"""Method and changed options of the recipe, by name; None is CLEAR, with a radius that depends on the size."""
 
 
 def variant(name: str, size: int) -> tuple[Method, dict[str, Any]]:
-    """Method and options of the recipe of that name, for square pictures of `size` pixels.
+    """Method and options of the recipe of this name, for square images of `size` pixels.
 
     Raises:
         ValueError: If the name is unknown, or the size is too small for 16 tiles.
@@ -88,20 +88,20 @@ def main(
     prompts: Prompts = 500,
     batch: Batch = 32,
     steps: Annotated[int, typer.Option(help="Training steps, with a batch of 32.")] = 1000,
-    pictures: Annotated[int, typer.Option(help="Number of training pictures.")] = 2000,
+    pictures: Annotated[int, typer.Option(help="Number of training images.")] = 2000,
     rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     cool_down: Annotated[
-        float, typer.Option(help="Last fraction of the steps, over which the rate falls to 0.")
+        float, typer.Option(help="Fraction of the steps at the end, over which the rate falls to 0.")
     ] = 1.0,
     at_once: Annotated[int, typer.Option(help="Batch size on a device.")] = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas.")] = ",".join(VARIANTS),
-    minutes: Annotated[float, typer.Option(help="Time to train a variant, which is scored as it is then.")] = math.inf,
+    minutes: Annotated[float, typer.Option(help="Time limit for training a variant before it is scored.")] = math.inf,
     start: Annotated[Path | None, typer.Option(help="LoRA to start from; its file name is recorded.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks for the training.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of pictures and LoRAs.")] = Path("eval-distilled"),
+    out: Annotated[Path, typer.Option(help="Folder of images and LoRAs.")] = Path("eval-distilled"),
     commit: Commit = "",
 ) -> None:
-    """Draw the training pictures, then distil and score one variant after the other."""
+    """Generate the training images, then distil and score one variant after the other."""
     register()
     request = Request("", (size, size), 20, None, SEED)
     texts = captions(pictures, SEED)
@@ -112,7 +112,7 @@ def main(
         with progress() as track:
             advance = track("pictures", pictures)
             make_pairs(out / "pairs", pipe, texts, request, at_once=at_once, advance=advance)
-            torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
+            torch.compiler.reset()  # each variant compiles new graphs, and their number is limited
             folder = out / f"{name}-{steps}-steps"
             distill(
                 folder,
@@ -141,7 +141,7 @@ def main(
 
 
 def training(folder: Path, recipe: Recipe, pictures: int, start: Path | None = None) -> dict[str, Any]:
-    """The recipe of a LoRA and the outcome of its training, not counting the steps of `start`."""
+    """Recipe of a LoRA and outcome of its training, without the steps of `start`."""
     rows = csv.reader((folder / "log.csv").read_text().splitlines())
     losses, seconds = zip(*((float(loss), float(seconds)) for _, loss, seconds in rows), strict=True)
     settings = {name: value for name, value in asdict(recipe).items() if name != "method"}

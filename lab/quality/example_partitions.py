@@ -20,7 +20,7 @@ Ids = list[list[int]]
 
 
 def partition(name: str, embeddings: Embeddings, labels: Labels, blocks: int, size: int, seed: int) -> Ids:
-    """Blocks of examples by the method of that name. The seed matters only for those in `RANDOM`."""
+    """Blocks of examples by the method of this name. The seed matters only for the methods in `RANDOM`."""
     return PARTITIONS[name](embeddings, labels, blocks, size, torch.Generator().manual_seed(seed))
 
 
@@ -100,7 +100,7 @@ def _centres(rows: Embeddings, clusters: int, generator: torch.Generator) -> Flo
 
 
 def _nearest(rows: Embeddings, centres: Float[Tensor, "clusters dim"], size: int) -> Ids:
-    """The given number of examples for each centre: nearest pairs first, no example twice."""
+    """The `size` nearest examples of each centre: nearest pairs first, no example twice."""
     parts: Ids = [[] for _ in centres]
     placed = set[int]()
     for pair in torch.cdist(rows, centres).flatten().sort(stable=True).indices.tolist():

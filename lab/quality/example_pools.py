@@ -1,9 +1,9 @@
 """Pools of examples with questions, for lab/quality/examples.py: embeddings and labels.
 
     skewed     synthetic: six classes of very different sizes, three clusters each; a quarter are near copies of others
-    balanced   synthetic: the same clusters, classes of equal size, no copies. Random choices should do as well here
-    docstrings first paragraphs of the standard library's docstrings, with the package as label. Embeddings are those
-               of `foveate icl` without a model (hashed words and trigrams), reduced to DIM dimensions by an SVD
+    balanced   synthetic: the same clusters, classes of equal size, no copies. Random choices should be as good here
+    docstrings first paragraphs of the standard library's docstrings, with the package as label. Embeddings as in
+               `foveate icl` without a model (hashed words and trigrams), reduced to DIM dimensions by an SVD
 
 Synthetic questions are never copies of examples. Repeated docstrings are used once.
 """
@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
 
 def draw(kind: str, examples: int, seed: int) -> Task:
-    """A pool of this kind and size, and its questions, drawn with this seed.
+    """A random pool of this kind and size, and its questions.
 
     Raises:
         ValueError: If the kind is unknown, or there are too few docstrings.
@@ -55,7 +55,7 @@ def draw(kind: str, examples: int, seed: int) -> Task:
         raise ValueError(f"unknown data {kind!r}: choose one of {', '.join(KINDS)}")
     embeddings, labels = docstrings()
     if examples + QUESTIONS > len(labels):
-        raise ValueError(f"there are {len(labels)} docstrings: draw at most {len(labels) - QUESTIONS} examples")
+        raise ValueError(f"there are {len(labels)} docstrings: use at most {len(labels) - QUESTIONS} examples")
     drawn = torch.randperm(len(labels), generator=generator)[: examples + QUESTIONS]
     return _split(embeddings[drawn], labels[drawn], examples, len(PACKAGES))
 

@@ -2,7 +2,7 @@
 
 The learner is a small Llama that reads vectors instead of words: a start, one vector for the embedding and label of
 each example, then the questions, each of which attends to the start, the examples and itself. The meaning of labels is
-random in every training sequence, so the learner can know it only from the examples.
+random in every training sequence, so the learner must infer it from the examples.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,8 +23,8 @@ from lab.training.small_models import llama_config
 __all__ = ["Learner", "Recipe", "Vote", "trained_learner", "training_batch"]
 
 LABELS = 8
-TEMPERATURE = 0.15  # of the vote
-SMOOTHING = 0.01  # of the vote: shared by all labels equally, so that a product of votes is not 0
+TEMPERATURE = 0.15  # temperature of the vote
+SMOOTHING = 0.01  # fraction of the vote shared equally by all labels, so that a product of votes is not 0
 
 Ids = list[list[int]]
 
@@ -40,7 +40,7 @@ class Vote:
         return ((1 - SMOOTHING) * said + SMOOTHING / task.classes).log()
 
     def windows(self, task: Task, partitions: list[Ids]) -> None:
-        """None: a vote has no positions, so that windows are the same as one text."""
+        """None: a vote has no positions, so that windows equal one text."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Learner(nn.Module):
     ) -> Float[Tensor, "rows questions labels"]:
         """Logits of the labels. The examples are read in parallel windows of equal length."""
         rows, count = questions.shape[:2]
-        asked = torch.full((rows, count), LABELS, device=labels.device)
+        unknown = torch.full((rows, count), LABELS, device=labels.device)
         start = self.label.weight[-1].expand(rows, 1, -1)
-        seen = self.embedding(DIM**0.5 * torch.cat([examples, questions], 1)) + self.label(
-            torch.cat([labels, asked], 1)
+        inputs = self.embedding(DIM**0.5 * torch.cat([examples, questions], 1)) + self.label(
+            torch.cat([labels, unknown], 1)
         )
         mask, positions = layout(examples.shape[1], count, windows)
         hidden = self.llama(
-            inputs_embeds=torch.cat([start, seen], 1),
+            inputs_embeds=torch.cat([start, inputs], 1),
             attention_mask=mask.to(labels.device).expand(rows, 1, -1, -1),
             position_ids=positions.to(labels.device)[None],
             use_cache=False,
@@ -152,9 +152,9 @@ def training_batch(recipe: Recipe, step: int) -> tuple[Tensor, Tensor, Tensor, T
     cluster = labels * 4 + (clusters * uniform(rows, examples + questions)).long()
     centres = normalize(torch.randn(rows, LABELS * 4, DIM, generator=generator), dim=2)
     spread = (0.3 + 1.5 * uniform(rows, 1, 1)) / DIM**0.5
-    seen = centres.gather(1, cluster[..., None].expand(-1, -1, DIM))
-    seen = normalize(seen + spread * torch.randn(seen.shape, generator=generator), dim=2)
-    return seen[:, :examples], labels[:, :examples], seen[:, examples:], labels[:, examples:]
+    vectors = centres.gather(1, cluster[..., None].expand(-1, -1, DIM))
+    vectors = normalize(vectors + spread * torch.randn(vectors.shape, generator=generator), dim=2)
+    return vectors[:, :examples], labels[:, :examples], vectors[:, examples:], labels[:, examples:]
 
 
 def trained_learner(recipe: Recipe, folder: Path, device: str, track: Track) -> Learner:

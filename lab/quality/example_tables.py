@@ -8,11 +8,11 @@ from lab.quality.example_partitions import CONTROLS
 __all__ = ["has_gap", "tables", "verdict"]
 
 Row = dict[str, Any]
-SHOWN = {"blocks": 8, "size": 8, "examples": 600}  # the setting whose accuracies are shown
+SHOWN = {"blocks": 8, "size": 8, "examples": 600}  # setting of the accuracies to show
 
 
 def verdict(gain: list[float]) -> int:
-    """1 or -1 if the whole interval is above or below 0, otherwise 0, which allows no claim."""
+    """1 or -1 if the whole interval is above or below 0, otherwise 0: no claim possible."""
     _, low, high = gain
     return (low > 0) - (high < 0)
 
@@ -62,7 +62,7 @@ def _other_scores(rows: list[Row]) -> str:
 
 
 def _wins(rows: list[Row]) -> str:
-    """For each method and host, the number of settings with a gain over random blocks, a loss, and neither."""
+    """Numbers of settings with a gain over random blocks, a loss, and neither, for each method and host."""
     rows = [row for row in rows if has_gap(row) and row["method"] != "random"]
     hosts = _distinct(row["host"] for row in rows)
     body = []

@@ -4,11 +4,11 @@ python -m lab.quality.examples --reader vote     # minutes on a CPU, as docs/ben
 python -m lab.quality.examples --reader learner  # three learners; minutes on a GPU
 python -m lab.quality.examples --reader learner --width 64 --layers 3 --batch 64 --cells 8x8  # an hour on two cores
 
-Every method partitions every pool of examples, and every host is asked the same questions. The gain of a method is its
-accuracy minus that of random blocks of the same pool, averaged over pools, with the 95 % interval of a bootstrap over
-pools. Random methods are drawn several times. If one text of all examples is no more accurate than one random block,
-there is no gap that a choice of examples could close: such settings are marked, and allow no claim. Answers found in
---out are reused; after a change of the code, use another folder.
+Every method partitions every pool of examples, and every host gets the same questions. The gain of a method is its
+accuracy minus the accuracy of random blocks of the same pool, averaged over pools, with the 95 % interval of a
+bootstrap over pools. Random methods run several times. If one text of all examples is no more accurate than one random
+block, there is no gap for a choice of examples to close: these settings are marked, and allow no claim. Answers found
+in --out are reused; after a change of the code, use another folder.
 """
 
 import json
@@ -37,8 +37,8 @@ from lab.quality.example_readers import Learner, Recipe, Vote, trained_learner
 from lab.quality.example_tables import tables
 
 CELLS = "8x4,8x8,8x16,5x2"
-LARGE = 600  # examples of a pool from which most are not chosen
-DRAWS = 5  # of each random method, for every pool
+LARGE = 600  # examples of a large pool, most of them not chosen
+DRAWS = 5  # runs of each random method, for every pool
 BINS = 15  # bins of the calibration error
 RESAMPLES = 2000
 ONE_TEXT, ONE_BLOCK = "one text", "first block alone"
@@ -61,7 +61,7 @@ class Cell(NamedTuple):
 def hosts(
     reader: Vote | Learner, task: Task, partitions: list[list[list[int]]]
 ) -> Iterator[dict[str, Float[Tensor, "questions labels"]]]:
-    """For each partition, the probabilities of the labels by each host. All partitions are read in one batch."""
+    """Probabilities of the labels by each host, for each partition. All partitions are read in one batch."""
     by_block = reader.by_block(task, [block for ids in partitions for block in ids]).split(len(partitions[0]))
     whole = reader.by_block(task, [[example for block in ids for example in block] for ids in partitions]).exp()
     windows = reader.windows(task, partitions)
@@ -80,14 +80,14 @@ def scores(probabilities: Float[Tensor, "questions labels"], task: Task) -> list
     right = (label == task.answers).float()
     place = (confidence * BINS).long().clamp(max=BINS - 1)
     error = torch.zeros(BINS).index_add(0, place, confidence - right).abs().sum() / len(right)
-    asked = task.answers.bincount(minlength=task.classes)
-    each = torch.zeros(task.classes).index_add(0, task.answers, right)[asked > 0] / asked[asked > 0]
+    counts = task.answers.bincount(minlength=task.classes)
+    each = torch.zeros(task.classes).index_add(0, task.answers, right)[counts > 0] / counts[counts > 0]
     return [float(right.mean()), float(error), float(each.min())]
 
 
 @cache
 def partitioned(cell: Cell, pool: int) -> tuple[Task, list[str], list[list[list[int]]]]:
-    """A pool, the method of each partition, and the partitions. They are the same for every reader."""
+    """A pool, the method of each partition, and the partitions, the same for every reader."""
     task = draw(cell.data, cell.examples, pool)
     draws = [(method, seed) for method in PARTITIONS for seed in range(DRAWS if method in RANDOM else 1)]
     shape = cell.blocks, cell.size
@@ -96,7 +96,7 @@ def partitioned(cell: Cell, pool: int) -> tuple[Task, list[str], list[list[list[
 
 
 def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str, list[float]]]:
-    """Scores for one pool, by method and host, averaged over draws."""
+    """Scores for one pool, by method and host, averaged over random runs."""
     task, methods, partitions = partitioned(cell, pool)
     drawn: dict[str, list[dict[str, list[float]]]] = {method: [] for method in PARTITIONS}
     for method, found in zip(methods, hosts(reader, task, partitions), strict=True):
@@ -108,7 +108,7 @@ def answer(reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, dict[str,
 
 
 def interval(differences: npt.NDArray[np.floating]) -> list[float]:
-    """The mean, and its 95 % interval from a bootstrap over pools."""
+    """Mean, and its 95 % interval from a bootstrap over pools."""
     chosen = np.random.default_rng(0).integers(len(differences), size=(RESAMPLES, len(differences)))
     return [
         round(float(x), 4) for x in (differences.mean(), *np.quantile(differences[chosen].mean(1), (0.025, 0.975)))
@@ -198,7 +198,7 @@ def main(
 
 
 def _cached_answer(path: Path, reader: Vote | Learner, cell: Cell, pool: int) -> dict[str, Any]:
-    """The scores for one pool, computed unless the file exists."""
+    """Scores for one pool, computed unless the file exists."""
     if not path.exists():
         write_whole(path, json.dumps(answer(reader, cell, pool)).encode())
     return json.loads(path.read_text())

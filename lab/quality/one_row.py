@@ -1,12 +1,12 @@
 # pyright: basic, reportArgumentType=false
-"""Quality of methods that recompute rows of cached chunks, on texts in which every fact is a single token.
+"""Quality of methods that recompute rows of cached chunks, on texts with one token per fact.
 
 python -m lab.quality.one_row --out out/one-row        # trains three readers, about 20 minutes on two CPU cores
 
-A text tells four ids ("name has id"), followed by four chunks with 16 facts ("id, relation, value"). Each of these is
-one token. A question defines a letter as a name, and another letter as a second name, and asks for a relation of the
-first letter. When the prompt has resolved who is meant, it looks for a fact that knows its owner, and only facts that
-were read after the ids do. So a single recomputed row can be enough. lab/quality/context.py measures readers of words,
+A text states four ids ("name has id"), followed by four chunks with 16 facts ("id, relation, value"). Each id or fact
+is one token. A question defines a letter as a name, and another letter as a second name, and asks for a relation of
+the first letter. Once the prompt has resolved the person, it looks for a fact with a known owner, and only facts read
+after the ids have one. So a single recomputed row can be enough. lab/quality/context.py measures readers of words,
 whose facts take six tokens.
 
 With two layers, CacheBlend would recompute the whole model, so these readers have six.
@@ -52,7 +52,7 @@ KINDS = {
     "asks by id": ("id", "relation"),
     "asks id": ("name",),
 }
-"""Kinds of tokens, and what they consist of. There is one token for every combination."""
+"""Kinds of tokens, and their parts. There is one token for every combination."""
 FIRST = dict(
     zip(KINDS, accumulate((prod(SIZES[part] for part in parts) for parts in KINDS.values()), initial=0), strict=False)
 )
@@ -60,7 +60,7 @@ FIRST = dict(
 
 
 def token(kind: str, *parts: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-    """The token id of this kind with these parts."""
+    """Token id of this kind with these parts."""
     code = torch.zeros((), dtype=torch.long)
     for size, part in zip((SIZES[part] for part in KINDS[kind]), parts, strict=True):
         code = code * size + part
@@ -83,10 +83,10 @@ class Texts(NamedTuple):
     """Texts and their content.
 
     Attributes:
-        ids: Token ids: first who has which id, then the facts.
+        ids: Token ids: first the ids of the persons, then the facts.
         names: Name of each person.
         numbers: Id of each person.
-        relations: Relations that the facts of all persons have.
+        relations: Relations of the facts, the same for all persons.
         values: Value of each fact, ordered by person and relation.
         order: Fact at each place of the text, as an index into `values`.
     """
@@ -110,8 +110,8 @@ def draw(count: int, generator: torch.Generator) -> Texts:
     values = torch.randint(SIZES["value"], (count, FACTS), generator=generator)
     order = distinct(FACTS, FACTS)
     facts = token("fact", numbers.repeat_interleave(RELATIONS, 1), relations.repeat(1, PEOPLE), values)
-    told = token("has", names, numbers).gather(1, distinct(PEOPLE, PEOPLE))
-    return Texts(torch.cat([told, facts.gather(1, order)], 1), names, numbers, relations, values, order)
+    definitions = token("has", names, numbers).gather(1, distinct(PEOPLE, PEOPLE))
+    return Texts(torch.cat([definitions, facts.gather(1, order)], 1), names, numbers, relations, values, order)
 
 
 class TextQuestions(NamedTuple):
@@ -120,7 +120,7 @@ class TextQuestions(NamedTuple):
     Attributes:
         ids: Token ids of the questions.
         answers: Token id of each answer.
-        fact: Fact that is asked for, as an index into `Texts.values`.
+        fact: Fact in question, as an index into `Texts.values`.
         kind: Kind of the question, as an index into `QUESTION_KINDS`.
     """
 
@@ -169,8 +169,8 @@ class Recipe(NamedTuple):
         batch: Texts per step.
         questions: Questions per text.
         rate: Learning rate of AdamW, which rises over 200 steps and falls to 0 over the last half.
-        owner_weight: Weight of a second loss: to know the owner of each fact after the first layer, and the person
-            that each question is about after half of the layers.
+        owner_weight: Weight of a second loss, which predicts the owner of each fact after the first layer, and the
+            person of each question after half of the layers.
         seed: Seed of weights and texts.
     """
 
@@ -185,7 +185,7 @@ class Recipe(NamedTuple):
 
 
 class Reader(nn.Module):
-    """A Llama whose token embeddings are sums of embeddings of their parts while it is trained."""
+    """A Llama with token embeddings that are sums of embeddings of their parts in training."""
 
     made_of: Tensor
 
@@ -202,15 +202,15 @@ class Reader(nn.Module):
         self.register_buffer("made_of", made_of, persistent=False)
 
     def loss(self, step: int) -> Tensor:
-        """Training loss: cross entropy of the answers, and of the persons that facts and questions are about."""
+        """Training loss: cross entropy of the answers, and of the persons of facts and questions."""
         recipe, device = self.recipe, self.parts.device
         generator = torch.Generator().manual_seed(10**6 * recipe.seed + step)
         text = draw(recipe.batch, generator)
         chance = torch.tensor([0.25, 0.25, 0.3, 0.2]).expand(recipe.batch, -1)
         kind = torch.multinomial(chance, recipe.questions, replacement=True, generator=generator)
-        asked = ask(text, kind, generator)
+        tasks = ask(text, kind, generator)
         read = 1 + text.ids.shape[1]
-        ids = torch.cat([torch.zeros(recipe.batch, 1).long(), text.ids, asked.ids.flatten(1)], 1)
+        ids = torch.cat([torch.zeros(recipe.batch, 1).long(), text.ids, tasks.ids.flatten(1)], 1)
         positions, mask = parallel_questions(ids.shape[1], read, PROMPT)
         states = self.llama.model(
             inputs_embeds=embedding(ids.to(device), self.made_of @ self.parts),
@@ -221,10 +221,10 @@ class Reader(nn.Module):
         ).hidden_states
         last = read - 1 + PROMPT * torch.arange(1, 1 + recipe.questions)
         logits = self.llama.lm_head(states[-1][:, last])
-        answers = cross_entropy(logits.flatten(0, 1).float(), asked.answers.flatten().to(device))
+        answers = cross_entropy(logits.flatten(0, 1).float(), tasks.answers.flatten().to(device))
         facts, questions = states[1][:, 1 + PEOPLE : read], states[recipe.layers // 2][:, last]
-        owners = text.names.gather(1, text.order // RELATIONS), text.names.gather(1, asked.fact // RELATIONS)
-        named = (asked.kind != QUESTION_KINDS.index("asks by id")).to(device)
+        owners = text.names.gather(1, text.order // RELATIONS), text.names.gather(1, tasks.fact // RELATIONS)
+        named = (tasks.kind != QUESTION_KINDS.index("asks by id")).to(device)
         owner_loss = self._owner_loss(facts.flatten(0, 1), owners[0].flatten())
         owner_loss += self._owner_loss(questions[named], owners[1][named.cpu()])
         return answers + recipe.owner_weight * owner_loss
@@ -257,18 +257,18 @@ TASKS = {
 
 
 def draw_questions(kind: str, count: int) -> TextsWithQuestions:
-    """Questions of one kind, each about a text of its own, the same in every run."""
+    """Questions of one kind, each about a different text, the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     text = draw(count, generator)
-    asked = ask(text, torch.full((count, 1), QUESTION_KINDS.index(kind)), generator)
-    alike = text.order % RELATIONS == asked.fact % RELATIONS
+    questions = ask(text, torch.full((count, 1), QUESTION_KINDS.index(kind)), generator)
+    alike = text.order % RELATIONS == questions.fact % RELATIONS
     values = text.values.gather(1, text.order)[alike].view(count, PEOPLE)
     counts = torch.zeros(count, SIZES["value"]).scatter_add(1, values, torch.ones(values.shape))
     return TextsWithQuestions(
         torch.cat([torch.zeros(count, 1).long(), text.ids], 1),
-        asked.ids[:, 0],
-        asked.answers[:, 0],
-        1 + PEOPLE + (text.order == asked.fact).nonzero()[:, 1:],
+        questions.ids[:, 0],
+        questions.answers[:, 0],
+        1 + PEOPLE + (text.order == questions.fact).nonzero()[:, 1:],
         1 + PEOPLE + alike.nonzero()[:, 1].view(count, PEOPLE),
         counts.amax(1) / PEOPLE,
     )

@@ -1,4 +1,4 @@
-"""Studies of the methods' options on the built-in model, untrained: one change at a time.
+"""Studies of the methods' options on the built-in model, without training: one change at a time.
 
 python -m lab.quality.options merging --size 256 --prompts 500 --batch 32
 python -m lab.quality.options sparse --size 512 --prompts 128 --batch 8
@@ -18,7 +18,7 @@ from lab.quality.quality import judge
 
 @dataclass(frozen=True, kw_only=True)
 class LLSAMeans(LLSA):
-    """LLSA with an option of `foveate.ops.log_linear_attention` that the method leaves at False."""
+    """LLSA with an option of `foveate.ops.log_linear_attention` that LLSA does not set."""
 
     exclude_selected: bool = False
 
@@ -79,7 +79,7 @@ STUDIES: dict[str, list[Method]] = {
         HilbertA(tiles=16, start_percent=0.4),
     ],
 }
-"""Methods by study; the first is what the others change."""
+"""Methods by study; the others are changes of the first."""
 
 
 def main(
@@ -92,7 +92,7 @@ def main(
     pictures: Pictures = "eval-options",
     commit: Commit = "",
 ) -> None:
-    """Draw, score and write the results."""
+    """Generate, score and write the results."""
     if study not in STUDIES:
         raise typer.BadParameter(f"unknown study {study!r}: choose from {', '.join(STUDIES)}")
     judge(study, STUDIES[study], size=size, prompts=prompts, batch=batch, device=device, dtype=dtype,

@@ -3,9 +3,9 @@
 python -m lab.quality.pixel_dit --size 64 --out pixels-64 --compile              # on one GPU
 python -m lab.quality.pixel_dit --size 128 --batch 16 --out pixels-128 --compile
 
-Every variant has the same initial weights, scenes and noise: first small pictures, then those of --size, whose steps
-and seconds count. At equal time a variant has had as many steps as fit into the time of the dense one, by median step
-times. Pictures of held-out captions are scored. An existing run in --out is resumed.
+Every variant has the same initial weights, scenes and noise: first small images, then images of --size, whose steps
+and seconds count. At equal time a variant has had as many steps as fit into the time of the dense variant, by median
+step times. Images of held-out captions are scored. An existing run in --out is resumed.
 """
 
 import csv
@@ -36,7 +36,7 @@ from lab.quality.common import Batch, Commit, Prompts, device_type, save_result
 SMALL = 32  # pixels of the first stage
 PROBE = 50  # steps of --size that give the median step time
 BIN = 100  # steps averaged into a point of the loss curve
-WINDOW = 256  # tokens: about as many as log-linear attention reads
+WINDOW = 256  # tokens of a window: about as many as log-linear attention reads
 SEED = 0
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, *, extra_k: Tensor, extra_v: Tensor, **nothing: None
 ) -> tuple[Tensor, None, None]:
-    """Every token reads those of its window and the text; as `foveate.nn.pixel_dit.attend_densely`.
+    """Attention of every token over its window and the text; see `foveate.nn.pixel_dit.attend_densely`.
 
     A window is a run of `WINDOW` tokens of the model's order: in Morton order, a square of 16 x 16.
     """
@@ -69,7 +69,7 @@ def attend_in_windows(
 
 
 def with_own_attention(pipeline: PixelPipeline, name: str) -> PixelPipeline:
-    """The pipeline with the attention of its variant, which the config of its model cannot say for windows."""
+    """The pipeline with the attention of its variant, since the model's config does not cover windows."""
     if name == "windows":
         for block in pipeline.transformer.blocks:
             block.attn.processor.own = attend_in_windows
@@ -85,12 +85,12 @@ class Trial:
         folder: Folder of the run.
         dit: Name in `MODELS`.
         patch: Pixels along each side of a token.
-        stages: Stage of small pictures, and the stage whose steps count.
+        stages: Stage of small images, and the stage whose steps count.
         recipe: Hyperparameters.
         at_once: Largest batch on the GPU.
         compiled: Compile the blocks.
         prompts: Number of held-out captions.
-        drawn: Batch size of drawing.
+        drawn: Batch size of generation.
         track: Shows progress.
     """
 
@@ -144,8 +144,8 @@ class Trial:
 
 
 def main(
-    size: Annotated[int, typer.Option(help="Side of the pictures in pixels.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps with pictures of that size.")] = 10_000,
+    size: Annotated[int, typer.Option(help="Side of the images in pixels.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps with images of this size.")] = 10_000,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 64,
     before: Annotated[int, typer.Option(help=f"Steps with {SMALL} px before.")] = 5000,
     at_once: Annotated[int, typer.Option(help="Largest batch on the GPU.")] = 64,
@@ -158,7 +158,7 @@ def main(
     drawn: Batch = 32,
     only: Annotated[str, typer.Option(help="Variants, separated by commas, dense first.")] = ",".join(VARIANTS),
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and pictures.")] = Path("eval-pixels"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs and images.")] = Path("eval-pixels"),
     commit: Commit = "",
 ) -> None:
     """Train and score one variant after the other."""
@@ -169,7 +169,7 @@ def main(
     results, dense_seconds, probe = {}, 0.0, min(PROBE, steps)
     with progress() as track:
         for name in only.split(","):
-            torch.compiler.reset()  # each variant compiles graphs of its own, and their number is limited
+            torch.compiler.reset()  # each variant compiles new graphs, and their number is limited
             trial = Trial(name, out / name, dit, patch, stages, recipe, at_once, compiled, prompts, drawn, track)
             trial.train(probe)
             seconds = trial.seconds()
@@ -185,7 +185,7 @@ def main(
 
 
 def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
-    """The pipeline of a variant with its initial weights.
+    """Pipeline of a variant with its initial weights.
 
     Raises:
         ValueError: If the name is unknown.
@@ -200,7 +200,7 @@ def untrained(name: str, dit: str, patch: int) -> PixelPipeline:
 
 
 def equal_time(steps: int, dense_seconds: float, seconds: float) -> int:
-    """Number of steps of `seconds` in the time of `steps` dense ones; `steps` if dense was not timed."""
+    """Number of steps of `seconds` in the time of `steps` dense steps; `steps` if dense was not timed."""
     return max(1, round(steps * dense_seconds / seconds)) if dense_seconds else steps
 
 

@@ -1,4 +1,4 @@
-"""Score dense and sparse drawing with the built-in model: scores to lab/results, pictures to docs/images.
+"""Score dense and sparse image generation with the built-in model: scores to lab/results, images to docs/images.
 
 python -m lab.quality.quality --size 256 --prompts 500 --batch 32
 python -m lab.quality.quality --size 256 --prompts 500 --batch 32 --lora distilled-16  # a LoRA of foveate distill
@@ -40,7 +40,7 @@ def main(
     pictures: Pictures = "eval",
     commit: Commit = "",
 ) -> None:
-    """Draw, score and write the results."""
+    """Generate, score and write the results."""
     judge(
         f"quality-{Path(lora or model).name}" if lora or model else "quality",
         [] if lora or model else [*showcase(), ToMA(keep=0.75), ToMeSD(), ToFu(), ToDo()],
@@ -74,7 +74,7 @@ def judge(
     about: dict[str, Any] | None = None,
     sheet: bool = True,
 ) -> None:
-    """Draw and score; write the scores with `about`, and the sheet of samples, under `name`.
+    """Generate and score; write the scores with `about`, and the sheet of samples, under `name`.
 
     A LoRA is scored without it, with it throughout, and with method and LoRA only after a tenth or fifth of the steps.
     """
@@ -99,10 +99,10 @@ def judge(
 
 
 def load_distilled(pipeline: Any, lora: str) -> Distilled:
-    """Load a LoRA into a pipeline; returns it with the method that it was distilled for.
+    """Load a LoRA into a pipeline. Returns the LoRA with its method.
 
     Raises:
-        ValueError: If foveate did not make it.
+        ValueError: If the LoRA was not made by foveate.
     """
     if (distilled := load_lora(pipeline, find_lora(lora))) is None:
         raise ValueError(f"{lora} does not say what it was distilled for: make one with foveate distill")

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Score dense and sparse videos of the built-in model, or of another that `python -m lab video` trained.
+"""Score dense and sparse videos of the built-in model, or of another model trained by `python -m lab video`.
 
 python -m lab.quality.video --batch 40                      # the built-in model
 python -m lab.quality.video --batch 40 --lora distilled     # with a LoRA of foveate distill
@@ -49,13 +49,13 @@ LATE = 0.2, 0.4  # fractions of the steps that stay dense before a method
 
 
 class VideoVerdict(NamedTuple):
-    """How much of a moving scene a video shows.
+    """Agreement of a video with its moving scene.
 
     Attributes:
-        found: Number of its objects that are seen in more than half of the frames.
-        objects: Number of its objects.
-        moves: Whether the object that should move does so, in the right direction.
-        extra: Objects of a frame that it should not show, or shows again, on average.
+        found: Number of the scene's objects that appear in more than half of the frames.
+        objects: Number of the scene's objects.
+        moves: Whether the object that should move moves in the right direction.
+        extra: Mean number of wrong or repeated objects in a frame.
     """
 
     found: int
@@ -65,10 +65,10 @@ class VideoVerdict(NamedTuple):
 
 
 def judge_video(frames: Sequence[Sequence[Detection]], moving: MovingScene) -> VideoVerdict:
-    """The verdict on a video, from the objects found in each frame.
+    """Verdict on a video, from the objects found in each frame.
 
-    An object moves in the right direction if it is seen in the first and the last third of the video, and in between
-    goes at least half of its way, and sideways at most half as far.
+    An object moves in the right direction if it appears in the first and the last third of the video, and in between
+    moves at least half of its path, and sideways at most half as far.
     """
     places = [{one.object: (one.x, one.y) for one in frame} for frame in frames]
     found = sum(sum(index in place for place in places) > len(places) / 2 for index in moving.scene.objects)
@@ -93,13 +93,13 @@ def main(
     prompts: Prompts = 200,
     batch: Batch = 1,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 3.0,
-    lora: Annotated[str, typer.Option(help="LoRA that was distilled for a method: its file or folder.")] = "",
+    lora: Annotated[str, typer.Option(help="LoRA distilled for a method: its file or folder.")] = "",
     device: str = "auto",
     dtype: str = "auto",
     pictures: Pictures = "eval-video",
     commit: Commit = "",
 ) -> None:
-    """Draw, score and write the results."""
+    """Generate, score and write the results."""
     source, out = str(MODELS[model].folder) if model in MODELS else model, Path(pictures)
     pipeline = load_pipeline(source, device, dtype)
     request = Request("", (side, side), 20, guidance, 0, frames=frames)
@@ -137,7 +137,7 @@ def _late(method: MethodLike) -> list[MethodLike]:
 
 
 def _moving_sheet(shown: dict[str, list[Image.Image]], captions: list[str]) -> bytes:
-    """A looping WebP picture of strips of frames in a grid: a row for each name, a column for each caption."""
+    """A looping WebP image of strips of frames in a grid: a row for each name, a column for each caption."""
     videos = {name: [_cut(strip) for strip in strips] for name, strips in shown.items()}
     drawn = [
         draw_sheet({name: [Image.fromarray(video[i]) for video in row] for name, row in videos.items()}, captions)
@@ -188,7 +188,7 @@ def _scores(
 
 
 def _label(method: MethodLike | None) -> str:
-    """Title of a method; the first sparse step of a distilled one stands last, as in the recorded results."""
+    """Title of a method; with a LoRA, its first sparse step comes last, as in the recorded results."""
     if isinstance(method, Distilled) and (start := method.method.start_percent):
         return f"{throughout(method).title}, start_percent={start}"
     return method.title if method else "dense"
@@ -203,7 +203,7 @@ def _drawn(
     folder: Path,
     track: Track,
 ) -> tuple[list[Image.Image], float]:
-    """The videos as strips of frames, and the median of their seconds. Batches that exist are not drawn again."""
+    """Videos as strips of frames, and the median of their seconds. Existing batches are not generated again."""
     advance, strips, seconds = track(_label(method), len(wanted)), [], []
     requests = [request._replace(prompt=one.scene.caption, seed=seed) for seed, one in enumerate(wanted)]
     with using(pipeline, method):

@@ -1,4 +1,4 @@
-"""Drawing of the atlas, the picture with all emoji of the vocabulary, from the font."""
+"""Rendering of the atlas, the image with all emoji of the vocabulary, from the font."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +21,10 @@ FONT_PLACES = (
 
 
 def draw_atlas(font: Path | None = None) -> Image.Image:
-    """All emoji of the vocabulary in one picture, row by row.
+    """All emoji of the vocabulary in one image, row by row.
 
     Args:
-        font: The bitmap version of Noto Color Emoji; None looks where Linux distributions install it.
+        font: Bitmap version of Noto Color Emoji; None searches the folders of Linux distributions.
 
     Raises:
         ValueError: If the font is not found or has no bitmaps.
@@ -67,6 +67,6 @@ def main(
         Path | None, typer.Option(help="NotoColorEmoji.ttf. [dim]default: where Linux distributions install it[/]")
     ] = None,
 ) -> None:
-    """Draw the emoji of the scenes from the font. Only a new vocabulary needs this; the package holds the result."""
+    """Render the emoji of the scenes from the font. Only a new vocabulary needs this; the package holds the result."""
     write_picture(out, draw_atlas(font), {"source": "Noto Color Emoji, SIL Open Font License 1.1"})
     print(out)

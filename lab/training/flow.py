@@ -35,7 +35,7 @@ SHOWN = 8  # held-out captions of a sheet of samples
 
 
 class Kind(NamedTuple):
-    """What a training run consists of: the trained modules, the latents that they learn, and the data."""
+    """Classes of a training run: trained modules, latents and data."""
 
     network: Callable[[Any], Any]
     latents: Callable[[Any, torch.device], Any]
@@ -43,17 +43,17 @@ class Kind(NamedTuple):
 
 
 class FlowTraining(Run):
-    """A training run of a model that draws pictures; a subclass trains another kind.
+    """A training run of an image model; a subclass trains another kind of model.
 
-    The folder of the pipeline, with the averaged weights, is beside that of the run.
+    The folder of the pipeline, with the averaged weights, is next to the folder of the run.
 
     Args:
         out: Folder of the run.
         pipeline: Pipeline with a trained autoencoder; transformer and text encoders are trained in place.
-        recipe: The stages.
+        recipe: Stages of the training.
         seed: The same seed, recipe and number of devices give the same run.
         initialise: Start from new weights instead of the pipeline's.
-        before: The recipe that trained the pipeline's weights, if there is one.
+        before: Recipe of the pipeline's weights, if any.
         options: Other settings.
     """
 
@@ -99,7 +99,7 @@ class FlowTraining(Run):
         return {"network": self.trained}
 
     def phases(self, steps: int) -> Iterator[Phase]:
-        """The remaining part of every stage; each device draws batches of its own."""
+        """Remaining part of every stage; each device has different batches."""
         devices = self.accelerator.num_processes
         for stage, start, length in zip(self.recipe, self.starts, self.lengths, strict=False):
             done = max(self.step - start, 0)
@@ -108,7 +108,7 @@ class FlowTraining(Run):
                 yield Phase(batches, range(done * devices, length * devices), 1, 1, itemgetter(0))
 
     def loss(self, batch: Any) -> Tensor:
-        """The flow matching loss; its noise depends on seed, step and device only."""
+        """Flow matching loss; its noise depends on seed, step and device only."""
         generator = torch.Generator(self.accelerator.device)
         generator.manual_seed(hash((self.seed, *self._place(self.step), self.accelerator.process_index)) % 2**62)
         rare = batch.text[-1].shape[1] > TEXT_TOKENS  # not worth compiling
@@ -116,12 +116,12 @@ class FlowTraining(Run):
             return flow_loss(self.model, self.latents, batch, generator)
 
     def rate(self, done: float) -> float:
-        """The learning rate of the stage."""
+        """Learning rate of the stage."""
         stage, step = self._place(self.step)
         return self.recipe[stage].rate(step, self.lengths[stage])
 
     def export(self) -> None:
-        """Write the folder of the pipeline, and recipe.json beside it."""
+        """Write the folder of the pipeline, and recipe.json next to it."""
         self._copy_average()
         if not self.accelerator.is_main_process:
             return
@@ -138,7 +138,7 @@ class FlowTraining(Run):
 
     @torch.no_grad()
     def sample(self) -> None:
-        """Draw held-out captions; one device draws."""
+        """Generate images of held-out captions on one device."""
         self._copy_average()
         if self.accelerator.is_main_process:
             stage, _ = self._place(self.step - 1)
@@ -146,13 +146,13 @@ class FlowTraining(Run):
         self.accelerator.wait_for_everyone()
 
     def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
-        """The rows of a sheet of samples of a size in `Stage.batches`, and the captions of its columns."""
+        """Rows of a sheet of samples of a size in `Stage.batches`, and the captions of its columns."""
         shown = captions(SHOWN, 0, evaluation=True)
         requests = [Request(caption, (size, size), 20, None, seed) for seed, caption in enumerate(shown)]
         return {f"{self.step} steps": draw_batch(self.pipeline, requests)}, shown
 
     def _place(self, step: int) -> tuple[int, int]:
-        """The stage of a step, and the number of the step in it."""
+        """Stage of a step, and the number of the step in the stage."""
         stage = bisect(self.starts, step) - 1
         return stage, step - self.starts[stage]
 
@@ -167,7 +167,7 @@ class FlowTraining(Run):
 
 
 def started(folder: Path) -> tuple[Any, dict[str, Any] | None]:
-    """A trained pipeline to go on from, and the recipe that trained it, if there is one."""
+    """A trained pipeline to start from, and its recipe, if any."""
     recipe = folder.parent / "recipe.json"
     return load_pipeline(str(folder), "cpu"), json.loads(recipe.read_text()) if recipe.exists() else None
 
@@ -175,7 +175,7 @@ def started(folder: Path) -> tuple[Any, dict[str, Any] | None]:
 def _write_pipeline(pipeline: Any, folder: Path) -> None:
     """Write a pipeline folder in bfloat16 that loads in float32.
 
-    diffusers loads in float32 by default; transformers loads in the dtype of the config, which is set to float32.
+    diffusers loads in float32 by default; transformers loads in the config's dtype, here set to float32.
     """
     pipeline = copy.deepcopy(pipeline).to(torch.bfloat16)
     for name, part in pipeline.components.items():

@@ -39,11 +39,11 @@ def train(
         loss: Loss of a step.
         steps: Number of steps.
         settings: Settings that identify the run.
-        advance: Called after every step, including those of an earlier run.
+        advance: Called after every step, including steps of an earlier run.
         max_norm: Norm to which gradients are clipped.
 
     Raises:
-        ValueError: If the folder holds another run.
+        ValueError: If the folder holds a run with other settings.
     """
     parts = {"model": Trained(model, [optimizer]), "schedule": schedule}
     done = resume(folder, parts, settings)

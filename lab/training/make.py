@@ -20,10 +20,10 @@ from lab.training.vae import train_vae
 __all__ = ["PARTS", "BatchFactor", "Compile", "Scale", "main"]
 
 Scale = Annotated[
-    float, typer.Option(min=0, help="Multiplies the recipe's pictures or videos, and its steps; 0.01 is a quick test.")
+    float, typer.Option(min=0, help="Multiplies the recipe's images or videos, and its steps; 0.01 is a quick test.")
 ]
 BatchFactor = Annotated[
-    float, typer.Option(min=0, help="Multiplies the batches, made for 140 GB of memory; 0.01 fits a CPU.")
+    float, typer.Option(min=0, help="Multiplies the batch sizes, made for 140 GB of memory; 0.01 fits a CPU.")
 ]
 Compile = Annotated[bool, typer.Option(help="Compile the blocks of the transformer, once for each size (GPU).")]
 
@@ -44,7 +44,7 @@ def main(
     sample_every: SampleEvery = 1000,
     compile: Compile = False,
 ) -> None:
-    """Train the built-in model from scratch: the recogniser that judges it, the autoencoder, the transformer.
+    """Train the built-in model from scratch: the recogniser that scores it, the autoencoder, the transformer.
 
     The folder gets the layout of the package's data: pipeline/, recogniser.safetensors and recipe.json. You may stop
     it at any time; the same command resumes from the newest checkpoint. On several GPUs:
@@ -83,7 +83,7 @@ def main(
 
 
 def _beginning(vae: Path, start: Path | None, seed: int) -> tuple[Any, dict | None]:
-    """The pipeline that the flow starts from, and the recipe that trained it."""
+    """Pipeline that the flow starts from, and its recipe."""
     if start is None:
         if not (vae / "config.json").exists():
             raise ValueError(f"{vae} holds no autoencoder: make it first with --part vae")

@@ -19,15 +19,15 @@ DIRECTIONS = {"to the right": (1, 0), "to the left": (-1, 0), "up": (0, -1), "do
 """Steps (x, y) of each direction; y grows downwards."""
 SENTENCES = ("{0} moves {direction}", "{0} moves {direction} {place} {1}")
 PLACES = {0: {"above": (0, -1), "below": (0, 1)}, 1: {"to the left of": (-1, 0), "to the right of": (1, 0)}}
-"""Sides (x, y) of the other object on which one moves, by the axis along which it moves."""
-DISTANCE = 0.46  # of the movement, as a fraction of the side
-APART = 0.25  # of each of two objects from the middle, across the movement
+"""Position (x, y) of the moving object relative to the other, by the axis of movement."""
+DISTANCE = 0.46  # distance of the movement, as a fraction of the side
+APART = 0.25  # distance of each of two objects from the middle, across the movement
 SIZES = {1: (0.4, 0.5), 2: (0.34, 0.42)}
 STILL = 0.2  # fraction of the scenes in which nothing moves
 
 
 class MovingScene(NamedTuple):
-    """A scene in the middle of a video, and the way (x, y) of each object over the video, in sides of the picture."""
+    """A scene in the middle of a video, and the path (x, y) of each object over the video, in sides of the frame."""
 
     scene: Scene
     ways: tuple[tuple[float, float], ...]
@@ -38,8 +38,8 @@ def moving_scenes(seed: int, *, evaluation: bool = False) -> Iterator[MovingScen
 
     Args:
         seed: The same seed gives the same scenes.
-        evaluation: Yield held-out combinations of objects and background, in which always one object moves, instead of
-            the others.
+        evaluation: Yield held-out combinations of objects and background, in which one object always moves, instead of
+            training combinations.
     """
     chance = random.Random(f"moving {'evaluation' if evaluation else 'training'} {seed}")
     still = scenes(seed, evaluation=evaluation)
@@ -83,7 +83,7 @@ def moved(moving: MovingScene, time: float) -> Scene:
 
 
 def frame_scenes(moving: Sequence[MovingScene], frames: int) -> Scenes:
-    """The scene that each frame shows: first all frames of the first video, then those of the second, and so on."""
+    """Scenes of all frames, video by video."""
     times = [frame / (frames - 1) - 0.5 for frame in range(frames)] if frames > 1 else [0.0]
     return Scenes.of([moved(one, time) for one in moving for time in times])
 
@@ -91,7 +91,7 @@ def frame_scenes(moving: Sequence[MovingScene], frames: int) -> Scenes:
 def render_frames(
     atlas: Float[Tensor, "emoji 4 cell cell"], shown: Scenes, frames: int, side: int
 ) -> Float[Tensor, "batch 3 frames side side"]:
-    """Videos from 0 to 1 of what `frame_scenes` gives, on the device of the atlas."""
+    """Videos with values from 0 to 1 of the scenes of `frame_scenes`, on the device of the atlas."""
     parts = (x.split(256) for x in shown.to(atlas.device))
     pictures = [render(atlas, Scenes(*part), side) for part in zip(*parts, strict=True)]
     return torch.cat(pictures).unflatten(0, (-1, frames)).transpose(1, 2)

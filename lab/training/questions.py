@@ -1,7 +1,7 @@
 """Questions about the reader's texts, as tokens.
 
-A question may refer to a person by a chain of letters ("Let p be Ada. Let q be p."), and may use other words than the
-fact ("what is the instrument of Ada").
+A question may refer to a person by a chain of letters ("Let p be Ada. Let q be p."), and may use different words from
+the fact ("what is the instrument of Ada").
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class QuestionTokens(NamedTuple):
     Attributes:
         ids: Tokens of question and answer.
         length: Number of tokens of the question.
-        about: Name of the person in question, BLANK if there is none.
+        about: Name of the person in question, or BLANK.
     """
 
     ids: Int[Tensor, "*batch tokens"]
@@ -33,13 +33,13 @@ class QuestionTokens(NamedTuple):
 
     @property
     def answers(self) -> Int[Tensor, "*batch tokens"]:
-        """The next token at the last token of the question and at the answer, BLANK elsewhere."""
+        """Next token at the last token of the question and at the answer, BLANK elsewhere."""
         place = torch.arange(self.ids.shape[-1]) - self.length[..., None]
         return self.ids.roll(-1, -1).masked_fill((place != -1) & (place != 0), BLANK)
 
     @property
     def owners(self) -> Int[Tensor, "*batch tokens"]:
-        """The person's name at the last token of the question, BLANK elsewhere."""
+        """Name of the person at the last token of the question, BLANK elsewhere."""
         last = torch.arange(self.ids.shape[-1]) == self.length[..., None] - 1
         return torch.where(last, self.about[..., None], BLANK)
 
@@ -61,15 +61,15 @@ def ask(
         places: Indices of the facts to ask about, in each text.
         generator: Random generator on the CPU.
         letters: Minimum and maximum length of the chain of letters between the question and the name.
-        nouns: Fraction of the questions that use other words than the fact.
+        nouns: Fraction of the questions that use different words from the fact.
         numbers: Fraction of the questions that mention the id, if the fact does.
-        begun: Fraction of the questions that are instead the beginning of a sentence.
+        begun: Fraction of the questions replaced by the beginning of a sentence.
     """
     shape = places.shape
     owner, subject, relation, value = (x.gather(1, places) for x in facts[1:5])
     who = torch.where(torch.rand(shape, generator=generator) < numbers, subject, owner)
     spare = torch.rand(*shape, len(LETTERS), generator=generator).argsort(-1)[..., : letters[1]] + TOKENS[LETTERS[0]]
-    chain = torch.cat([who[..., None], spare], -1)  # each stands for the one before it
+    chain = torch.cat([who[..., None], spare], -1)  # each refers to the previous one
     links = torch.randint(letters[0], letters[1] + 1, shape, generator=generator)
     parts = []
     for link in range(letters[1]):

@@ -2,8 +2,8 @@
 """Training of the built-in reader on texts of facts and of labelled examples, with several questions about each.
 
 A question attends to the text and to itself, not to other questions. An auxiliary loss at the middle layer predicts
-the person that each fact and each question is about, so that an id is resolved where it is read and not only when a
-question needs it.
+the person of each fact and each question, so that an id is resolved where it is read and not only when a question
+needs it.
 """
 
 import copy
@@ -43,7 +43,7 @@ __all__ = ["Lesson", "ReaderRecipe", "ReaderTraining", "lesson", "main", "train_
 
 START = WORDS.index("<s>")
 LIKENESS = 2.5  # initial attention score between equal tokens
-EXAM = 10**9  # seeds from here on are held out
+EXAM = 10**9  # first held-out seed
 EASY: dict[str, Any] = {"begun": 1.0, "numbers": 0.5}
 ALL_BY_ID: dict[str, Any] = {"by_id": (1.0, 1.0), "ids_first": 1.0}  # while names suffice, a reader never learns ids
 USUAL: dict[str, Any] = {"begun": 0.2, "nouns": 0.3, "numbers": 0.4}
@@ -60,11 +60,11 @@ class ReaderRecipe:
         batch: Texts in a step.
         questions: Questions about each text.
         labelled: Fraction of the texts that are labelled examples.
-        sentences: Possible numbers of sentences, one of which a step draws; multiples of 6.
+        sentences: Possible numbers of sentences, chosen at random in each step; multiples of 6.
         letters: Maximum length of the chain of letters between a question and a name.
         easy: First fraction of the steps, with the two shortest texts, all facts by id, and sentences to complete.
         rate: Learning rate of AdamW: warms up over the first 2 % of the steps, falls to 0 over the last half.
-        knowing: Weight of the auxiliary loss at the middle layer.
+        knowing: Weight of the auxiliary loss.
         seed: Seed of weights and texts.
     """
 
@@ -89,7 +89,7 @@ class ReaderRecipe:
 def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
     """A Llama with random weights in which every other head attends to equal tokens.
 
-    A head that attends to earlier occurrences of the same word resolves ids. It takes longest to learn; from plain
+    A head that attends to earlier occurrences of the same word resolves ids. This takes longest to learn; with plain
     random weights most readers never learned it.
     """
     torch.manual_seed(recipe.seed)
@@ -105,7 +105,7 @@ def untrained_reader(recipe: ReaderRecipe) -> LlamaForCausalLM:
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    usual = model.config.initializer_range**2 * recipe.width * HEAD_DIM**0.5  # of the score between equal tokens
+    usual = model.config.initializer_range**2 * recipe.width * HEAD_DIM**0.5  # usual score between equal tokens
     with torch.no_grad():
         for layer in model.model.layers:
             attention: Any = layer.self_attn
@@ -120,7 +120,7 @@ class Lesson(NamedTuple):
 
     Attributes:
         ids: Tokens.
-        next: Target of the next token, BLANK where there is none.
+        next: Target of the next token, or BLANK.
         owners: Target of the auxiliary loss: the person at the subject and value of a fact and at the last token of a
             question, BLANK elsewhere.
         text: Number of tokens of the text.
@@ -140,26 +140,26 @@ class Lesson(NamedTuple):
 
 
 def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = False) -> Lesson:
-    """The texts of one step; easy ones have all facts by id and only sentences to complete."""
+    """Texts of one step; easy texts have all facts by id and only sentences to complete."""
     generator = torch.Generator().manual_seed(seed)
     labelled = round(recipe.labelled * recipe.batch)
     facts = draw_facts(recipe.batch - labelled, sentences, generator, **(ALL_BY_ID if easy else {}))
     places = torch.multinomial((facts.owner != BLANK).float(), recipe.questions, replacement=True, generator=generator)
-    asked = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
+    questions = ask(facts, places, generator, **(EASY if easy else {**USUAL, "letters": (0, recipe.letters)}))
     examples = draw_labelled(labelled, sentences * SENTENCE // EXAMPLE, recipe.questions, generator)
     inputs = _about_labels(examples.questions)
-    length = max(part.shape[-1] for part in (asked.ids, inputs.ids))
+    length = max(part.shape[-1] for part in (questions.ids, inputs.ids))
 
     def with_questions(texts: Tensor, *questions: Tensor) -> Tensor:
         rows = [F.pad(part, (0, length - part.shape[-1]), value=BLANK).flatten(1) for part in questions]
         return torch.cat([texts, torch.cat(rows)], 1)
 
     first = torch.full((recipe.batch, 1), BLANK)
-    ids = with_questions(torch.cat([facts.ids, examples.ids]), asked.ids, inputs.ids)
+    ids = with_questions(torch.cat([facts.ids, examples.ids]), questions.ids, inputs.ids)
     following = torch.cat([torch.full_like(facts.ids, BLANK), examples.labels])
-    following = with_questions(following, asked.answers, inputs.answers)
+    following = with_questions(following, questions.answers, inputs.answers)
     owners = torch.cat([_owners(facts), torch.full_like(examples.ids, BLANK)])
-    owners = with_questions(owners, asked.owners, inputs.owners)
+    owners = with_questions(owners, questions.owners, inputs.owners)
     return Lesson(
         torch.cat([first.clamp(min=START), ids.clamp(min=START)], 1),
         torch.cat([first, following], 1),
@@ -170,14 +170,14 @@ def lesson(recipe: ReaderRecipe, seed: int, sentences: int, *, easy: bool = Fals
 
 
 def _owners(facts: Facts) -> Int[Tensor, "batch tokens"]:
-    """The person's name at the subject and at the value of each fact, BLANK elsewhere."""
+    """Name of the person at the subject and at the value of each fact, BLANK elsewhere."""
     spread = torch.full((*facts.owner.shape, SENTENCE), BLANK)
     spread[..., [0, VALUE]] = facts.owner[..., None]
     return spread.flatten(1)
 
 
 def _about_labels(ids: Int[Tensor, "batch questions tokens"]) -> QuestionTokens:
-    """Inputs of labelled examples as questions, which are about nobody."""
+    """Inputs of labelled examples as questions without a person."""
     return QuestionTokens(ids, torch.full(ids.shape[:2], INPUT + 1), torch.full(ids.shape[:2], BLANK))
 
 
@@ -198,7 +198,7 @@ class ReaderTraining(Run):
     """A training run on one device.
 
     Args:
-        out: Folder of the run; the reader is in its folder "reader".
+        out: Folder of the run, with the reader in its folder "reader".
         recipe: Model size and hyperparameters.
         accelerator: Determines the device.
         options: Other settings.
@@ -218,26 +218,26 @@ class ReaderTraining(Run):
         return {"model": self.trained}
 
     def phases(self, steps: int) -> Iterator[Phase]:
-        """The remaining steps, with a lesson each."""
+        """Remaining steps, with one lesson each."""
         if self.step < steps:
             yield Phase(Lessons(self.recipe), range(self.step, steps), 1, 1, itemgetter(0))
 
     def loss(self, batch: Lesson) -> Tensor:
         """Cross entropy of the next token, plus the auxiliary loss."""
         model: Any = self.model
-        at, seen = batch.places()
+        at, mask = batch.places()
         with self.accelerator.autocast():
             states = model.model(
                 input_ids=batch.ids,
                 position_ids=at[None],
-                attention_mask=seen[None, None],
+                attention_mask=mask[None, None],
                 use_cache=False,
                 output_hidden_states=True,
             ).hidden_states
-            known, told = batch.next != BLANK, batch.owners != BLANK
+            known, owned = batch.next != BLANK, batch.owners != BLANK
             answers = F.cross_entropy(model.lm_head(states[-1][known]).float(), batch.next[known])
-            middle = model.model.norm(states[self.recipe.layers // 2][told])
-            owners = F.cross_entropy(model.lm_head(middle).float(), batch.owners[told])
+            middle = model.model.norm(states[self.recipe.layers // 2][owned])
+            owners = F.cross_entropy(model.lm_head(middle).float(), batch.owners[owned])
         return answers + self.recipe.knowing * owners
 
     def rate(self, done: float) -> float:

@@ -1,4 +1,4 @@
-"""Training of the recogniser, on random renderings with the defects of generated pictures."""
+"""Training of the recogniser, on random renderings with the defects of generated images."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,8 @@ __all__ = ["targets", "train_recogniser"]
 OPEN = -100  # target of cells that may show an object or the background
 NOTHING_WEIGHT = 0.15  # most cells are background
 SIDES = (64, 96, 128, 192, 256)  # pixels of the training renderings
-RUINED = 1 / 8  # fraction of pictures distorted beyond recognition, whose target is "nothing"
-LEARNING_RATE = 2e-3  # the highest of the schedule
+RUINED = 1 / 8  # fraction of images distorted beyond recognition, whose target is "nothing"
+LEARNING_RATE = 2e-3  # maximum of the schedule
 
 
 def train_recogniser(
@@ -38,15 +38,15 @@ def train_recogniser(
 ) -> Recogniser:
     """Train a recogniser on random renderings, write it to `out`, and return it.
 
-    An interrupted run resumes from its last checkpoint, beside `out`, and ends with the same weights.
+    An interrupted run resumes from its last checkpoint, next to `out`, and ends with the same weights.
 
     Args:
         out: File of the weights, in half precision.
         steps: Training steps.
         batch: Batch size.
-        seed: Seed of initial weights, scenes and pictures.
+        seed: Seed of initial weights, scenes and images.
         device: Device to train on.
-        advance: Called once for each step, including those of earlier runs.
+        advance: Called once for each step, including steps of earlier runs.
 
     Raises:
         ValueError: If the checkpoint belongs to a run with other settings.
@@ -62,8 +62,8 @@ def train_recogniser(
     def loss(step: int) -> Tensor:
         pictures, target, objects = _batch(atlas, batch, (seed << 24) + step)
         with torch.autocast(atlas.device.type, torch.bfloat16, enabled=atlas.is_cuda):
-            seen = model(pictures.contiguous(memory_format=torch.channels_last))
-        return _loss(seen.logits.float(), target, objects)
+            output = model(pictures.contiguous(memory_format=torch.channels_last))
+        return _loss(output.logits.float(), target, objects)
 
     checkpoints = out.with_name(out.stem + "-checkpoints")
     train(checkpoints, model, optimizer, schedule, loss, steps, settings, advance, max_norm=math.inf)
@@ -73,9 +73,9 @@ def train_recogniser(
 
 
 def targets(scenes: Scenes) -> Int[Tensor, "batch 16 16"]:
-    """The target class of each cell of a scene's picture.
+    """Target class of each cell of a scene's image.
 
-    An object where the centre of the cell is in the middle half of its box, "nothing" outside every box, and -100
+    An object if the centre of the cell is in the middle half of its box, "nothing" outside every box, and -100
     (undetermined) in between. Later objects are in front.
     """
     cells = cell_centres(scenes.boxes.device)
@@ -95,7 +95,7 @@ def _loss(
     target: Int[Tensor, "batch 16 16"],
     objects: Int[Tensor, "batch slots"],
 ) -> Float[Tensor, ""]:
-    """Cross entropy; where the target is undetermined, "nothing" and every object of the picture are right."""
+    """Cross entropy; if the target is undetermined, "nothing" and every object of the image are right."""
     weight = torch.ones(NOTHING + 1, device=logits.device)
     weight[NOTHING] = NOTHING_WEIGHT
     log_chance = logits.log_softmax(1)
@@ -109,7 +109,7 @@ def _loss(
 def _batch(
     atlas: Tensor, batch: int, seed: int
 ) -> tuple[Float[Tensor, "batch 3 128 128"], Int[Tensor, "batch 16 16"], Int[Tensor, "batch slots"]]:
-    """Pictures, targets and objects of a training step, which depend only on the seed."""
+    """Images, targets and objects of a training step, which depend only on the seed."""
     generator = torch.Generator(atlas.device).manual_seed(seed)
     scenes = _scatter(Scenes.of(list(islice(random_scenes(seed), batch))).to(atlas.device), generator)
     ruined = torch.rand(batch, 1, 1, generator=generator, device=generator.device) < RUINED
@@ -118,7 +118,7 @@ def _batch(
 
 
 def _scatter(scenes: Scenes, generator: torch.Generator) -> Scenes:
-    """The scenes; in half of them the objects are moved and resized at random, and dropped where they overlap."""
+    """Move and resize the objects of half of the scenes at random, and drop overlapping objects."""
     batch, slots = scenes.objects.shape
     draws = torch.rand(batch, slots, 4, generator=generator, device=generator.device)
     size = 0.2 + 0.55 * draws[..., :1].square()
@@ -135,7 +135,7 @@ def _scatter(scenes: Scenes, generator: torch.Generator) -> Scenes:
 def _paint(
     atlas: Tensor, scenes: Scenes, side: int, ruined: Bool[Tensor, "batch 1 1"], generator: torch.Generator
 ) -> Float[Tensor, "batch 3 128 128"]:
-    """Pictures with the defects of generated ones: other backgrounds and colours, distortion, blur and noise."""
+    """Renderings with the defects of generated images: changed backgrounds and colours, distortion, blur and noise."""
     device = generator.device
 
     def rand(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the small Llama readers share: configuration and questions side by side after a text."""
+"""Shared code of the small Llama readers: configuration, and parallel questions after a text."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""Training data of the built-in model: random scenes in stages, small pictures first.
+"""Training data of the built-in model: random scenes in stages, small images first.
 
-The data of step n of a stage depends on n and the seed only, so a resumed run sees what an uninterrupted one would.
+The data of step n of a stage depends on n and the seed only, so a resumed run gets the data of an uninterrupted run.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from foveate.apps.demo.text import TEXT_TOKENS
 
 __all__ = ["LONG_TEXT", "LONG_TEXT_EACH", "RECIPE", "UNCAPTIONED", "Batch", "ImageBatches", "Stage", "token_ids"]
 
-UNCAPTIONED = 0.1  # fraction of the pictures without a caption
+UNCAPTIONED = 0.1  # fraction of the images without a caption
 LONG_TEXT, LONG_TEXT_EACH = 512, 32  # one step in 32 pads to FLUX's default of 512 text tokens
 WARM_UP = 200  # steps
 
@@ -31,8 +31,8 @@ class Stage:
     """A stage of the training.
 
     Attributes:
-        name: Name in recipe.json; its batches depend on it.
-        images: Number of pictures over all devices.
+        name: Name in recipe.json, which seeds the batches.
+        images: Number of images over all devices.
         batches: {side in px, or (frames, side): batch size on a device}; every step uses one of the sizes.
         rates: Learning rate at the start and at the end of the stage, interpolated linearly.
     """
@@ -43,12 +43,12 @@ class Stage:
     rates: tuple[float, float]
 
     def steps(self, devices: int) -> int:
-        """Number of steps for `images` pictures when every size is equally frequent."""
+        """Number of steps for `images` images when every size is equally frequent."""
         a_step = devices * sum(self.batches.values()) / len(self.batches)
         return math.ceil(self.images / a_step)
 
     def scaled(self, images: float, batch: float) -> "Stage":
-        """The stage with its pictures and its batch sizes multiplied."""
+        """The stage with its images and its batch sizes multiplied."""
         batches = {size: max(1, round(count * batch)) for size, count in self.batches.items()}
         return replace(self, images=math.ceil(self.images * images), batches=batches)
 
@@ -57,7 +57,7 @@ class Stage:
         return {**asdict(self), "batches": {str(size): count for size, count in self.batches.items()}}
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step."""
+        """Learning rate of a step."""
         first, last = self.rates
         return (first + (last - first) * step / steps) * min(1, (step + 1) / WARM_UP)
 
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
 
 
 class ImageBatches(Dataset[Batch]):
-    """The batches of a stage: those of all devices for the first step, then for the second, and so on."""
+    """Batches of a stage, step by step, each step with the batches of all devices."""
 
     def __init__(self, stage: Stage, pipeline: FluxPipeline, seed: int, devices: int):
         self.stage, self.seed, self.devices = stage, seed, devices
@@ -93,7 +93,7 @@ class ImageBatches(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         step, device = divmod(index, self.devices)
-        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
+        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices use the same size
         side = everywhere.choice(list(self.stage.batches))
         long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
         number = everywhere.randrange(2**40) + device

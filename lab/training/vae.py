@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-"""Training of the autoencoders of the built-in models: sharp pictures and videos from smooth latents."""
+"""Training of the autoencoders of the built-in models: sharp images and videos from smooth latents."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def train_vae(
     device: str = "cpu",
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train an autoencoder in place on random pictures or videos, and set shift and scale of its latents.
+    """Train an autoencoder in place on random images or videos, and set shift and scale of its latents.
 
     Args:
         out: Folder of checkpoints; an existing run is resumed.
@@ -47,11 +47,11 @@ def train_vae(
         draw: Called with the emoji, a seed, `pixels` and one of `sizes`; returns a batch with values from -1 to 1.
         steps: Training steps.
         pixels: Pixels of a batch, over all frames.
-        sizes: Sides of pictures, or (frames, side) of videos; the steps take them in turn.
+        sizes: Sides of images, or (frames, side) of videos, used in turn.
         rate: Highest learning rate.
         seed: Seed of scenes and noise.
         device: Device to train on.
-        advance: Called once for each step, including those of earlier runs.
+        advance: Called once for each step, including steps of earlier runs.
     """
     vae, atlas = vae.to(device).train(), load_atlas().to(device)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
@@ -72,9 +72,9 @@ def train_vae(
 
 
 def vae_loss(vae: Any, pictures: Tensor) -> Tensor:
-    """Reconstruction loss of pictures or videos from -1 to 1, plus terms that keep the latents smooth.
+    """Reconstruction loss of images or videos from -1 to 1, plus terms that keep the latents smooth.
 
-    Down-sampled latents must decode to the down-sampled picture (EQ-VAE, arXiv 2502.09509). This keeps detail from
+    Down-sampled latents must decode to the down-sampled image (EQ-VAE, arXiv 2502.09509). This keeps detail from
     being hidden in a code that a small transformer could not learn.
 
     Args:
@@ -95,7 +95,7 @@ def vae_loss(vae: Any, pictures: Tensor) -> Tensor:
 
 
 def _normalise(vae: Any, latents: Tensor) -> None:
-    """Write mean and standard deviation of latents into the config, as FLUX's and Wan's autoencoders have them."""
+    """Write mean and standard deviation of latents into the config, in the format of FLUX's and Wan's autoencoders."""
     if latents.ndim == 4:
         vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
         return

@@ -1,6 +1,6 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""The flow matching loss of the built-in model, and the modules that it trains."""
+"""Flow matching loss of the built-in model, and the trained modules."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = ["Latents", "VelocityModel", "flow_loss", "initialise", "noise_levels"
 
 
 def initialise(transformer: nn.Module, zero: Callable[[str], bool]) -> None:
-    """Initialise linear layers in place: no biases, and no weights where `zero` holds for the name of a layer."""
+    """Initialise linear layers in place, with zero biases, and zero weights in layers whose names satisfy `zero`."""
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.weight) if zero(name) else nn.init.xavier_uniform_(module.weight)
@@ -30,12 +30,12 @@ def initialise(transformer: nn.Module, zero: Callable[[str], bool]) -> None:
 
 
 class VelocityModel(nn.Module):
-    """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
+    """Trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
 
     def __init__(self, pipeline: FluxPipeline):
         super().__init__()
         self.transformer, self.clip, self.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
-        # torch 2.11, H200: the fused backward of a learned bias, and cuDNN's of these shapes, read invalid memory
+        # torch 2.11, H200: the fused backward of a learned bias, and cuDNN's for these shapes, read invalid memory
         self.t5.set_attn_implementation("eager")
 
     def forward(self, noisy: Tensor, sigma: Tensor, clip_ids: Tensor, t5_ids: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class VelocityModel(nn.Module):
         )[0]
 
     def parts(self) -> dict[str, nn.Module]:
-        """The modules by their names in the pipeline."""
+        """Modules by their names in the pipeline."""
         return {"transformer": self.transformer, "text_encoder": self.clip, "text_encoder_2": self.t5}
 
     def initialise(self) -> None:
@@ -71,7 +71,7 @@ class VelocityModel(nn.Module):
 
 
 class Latents:
-    """Computes latents of scenes, and random noise levels."""
+    """Latents of scenes, and the shift of their noise levels."""
 
     def __init__(self, pipeline: FluxPipeline, device: torch.device):
         self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
@@ -85,21 +85,21 @@ class Latents:
         return FluxPipeline._pack_latents(latents, *latents.shape)
 
     def shift(self, latents: Tensor) -> float:
-        """Shift of the logit of their noise levels, for their size."""
+        """Shift of the logit of the noise levels, by the size of the latents."""
         return noise_shift(self.scheduler, latents.shape[1])
 
 
 def noise_levels(count: int, shift: float, generator: torch.Generator) -> Tensor:
-    """Random noise levels, shifted as the scheduler shifts them."""
+    """Random noise levels, shifted like the scheduler's."""
     levels = torch.randn(count, device=generator.device, generator=generator)
     return torch.sigmoid(levels + shift)
 
 
-def flow_loss(painter: nn.Module, latents_of: Any, batch: Any, generator: torch.Generator) -> Tensor:
+def flow_loss(model: nn.Module, latents_of: Any, batch: Any, generator: torch.Generator) -> Tensor:
     """Mean squared error of the velocity on a batch at random noise levels."""
     latents = latents_of(batch)
     sigma = noise_levels(len(latents), latents_of.shift(latents), generator)
     noise = torch.randn(latents.shape, device=latents.device, generator=generator)
     level = sigma.view(-1, *[1] * (latents.ndim - 1))
-    velocity = painter((1 - level) * latents + level * noise, sigma, *batch.text)
+    velocity = model((1 - level) * latents + level * noise, sigma, *batch.text)
     return F.mse_loss(velocity.float(), noise - latents)

@@ -39,7 +39,7 @@ FRAMES = 17
 POSITION_BIAS = 2.0  # standard deviation of the text encoder's initial relative position biases; transformers: 0.06
 VAE_STEPS = 5000
 VAE_SIZES = (9, 64), (1, 96), (5, 96), (1, 64), (5, 64), (1, 32)  # most steps on few frames, which are faster
-RECIPE = (  # of the model that is shipped: 12 minutes on two H100; a batch is of (frames, side)
+RECIPE = (  # recipe of the built-in model: 12 minutes on two H100; a batch is of (frames, side)
     Stage(name="draft", images=2_862_000, batches={(1, 32): 2048}, rates=(1.2e-3, 1e-3)),
     Stage(name="pictures", images=715_500, batches={(1, 64): 512}, rates=(1.2e-3, 1e-3)),
     Stage(name="short", images=572_400, batches={(1, 64): 512, (9, 64): 96}, rates=(1e-3, 8e-4)),
@@ -58,7 +58,7 @@ def untrained_video_pipeline(
         heads: Number of attention heads of 64 channels.
         text_dim: Width of the text encoder.
         text_layers: Layers of the text encoder.
-        base: Least number of channels in the autoencoder.
+        base: Smallest number of channels in the autoencoder.
         seed: The same seed gives the same weights.
     """
     words, channels = t5_tokenizer(MODELS["built-in-video"].words), 16
@@ -92,13 +92,13 @@ class VideoBatch(NamedTuple):
     frames: int
     side: int
     scenes: Scenes
-    """Those of all frames."""
+    """Scenes of all frames."""
     text: tuple[Tensor, Tensor]
-    """Token ids without the padding that all share, and which tokens are not padding."""
+    """Token ids without shared padding, and the mask of tokens that are not padding."""
 
 
 class VideoBatches(Dataset[VideoBatch]):
-    """The batches of a stage: those of all devices for the first step, then for the second, and so on."""
+    """Batches of a stage, step by step, each step with the batches of all devices."""
 
     def __init__(self, stage: Stage, pipeline: WanPipeline, seed: int, devices: int):
         self.stage, self.seed, self.devices = stage, seed, devices
@@ -106,7 +106,7 @@ class VideoBatches(Dataset[VideoBatch]):
 
     def __getitem__(self, index: int) -> VideoBatch:
         step, device = divmod(index, self.devices)
-        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices draw the same size
+        everywhere = random.Random(f"{self.stage.name} {self.seed} {step}")  # all devices use the same size
         size = everywhere.choice(list(self.stage.batches))
         long = len(self.stage.batches) > 1 and everywhere.randrange(LONG_TEXT_EACH) == 0
         number = everywhere.randrange(2**40) + device
@@ -119,7 +119,7 @@ class VideoBatches(Dataset[VideoBatch]):
 
 
 class VideoVelocityModel(nn.Module):
-    """The trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
+    """Trained parts of a pipeline as one module, from token ids and noisy latents to velocities."""
 
     def __init__(self, pipeline: WanPipeline):
         super().__init__()
@@ -134,14 +134,14 @@ class VideoVelocityModel(nn.Module):
         return self.transformer(noisy, 1000 * sigma, text, return_dict=False)[0]
 
     def parts(self) -> dict[str, nn.Module]:
-        """The modules by their names in the pipeline."""
+        """Modules by their names in the pipeline."""
         return {"transformer": self.transformer, "text_encoder": self.text}
 
     def initialise(self) -> None:
         """Initialise the weights: every block starts as the identity, the velocity as zero.
 
-        The text encoder gets large relative position biases. With biases near zero, as transformers initialises them,
-        it ignores the order of words for most of the training, and so cannot tell which object should move.
+        The text encoder gets large relative position biases. With biases near zero, the default of transformers, it
+        ignores the order of words for most of the training, and so cannot know which object should move.
         """
         initialise(self.transformer, lambda name: name.endswith(("proj_out", "time_proj", "attn2.to_out.0")))
         for name, parameter in self.named_parameters():
@@ -160,7 +160,7 @@ class VideoVelocityModel(nn.Module):
 
 
 class VideoLatents:
-    """Computes latents of moving scenes."""
+    """Latents of moving scenes."""
 
     def __init__(self, pipeline: WanPipeline, device: torch.device):
         self.vae, self.scheduler, self.atlas = pipeline.vae.to(device), pipeline.scheduler, load_atlas().to(device)
@@ -178,7 +178,7 @@ class VideoLatents:
         return (latents - mean) / std
 
     def shift(self, latents: Tensor) -> float:
-        """Shift of the logit of their noise levels."""
+        """Shift of the logit of the noise levels."""
         return noise_shift(self.scheduler, 0)
 
 
@@ -188,7 +188,7 @@ class VideoTraining(FlowTraining):
     kind: ClassVar[Kind] = Kind(VideoVelocityModel, VideoLatents, VideoBatches)
 
     def drawn(self, size: Any) -> tuple[dict[str, list[Image.Image]], list[str]]:
-        """The rows of a sheet of samples, with five frames of each video, and the captions of its columns."""
+        """Rows of a sheet of samples, with five frames of each video, and the captions of its columns."""
         frames, side = size
         captions = [scene.caption for scene, _ in itertools.islice(moving_scenes(0, evaluation=True), SHOWN)]
         videos = self.pipeline(
@@ -202,7 +202,7 @@ class VideoTraining(FlowTraining):
 
 def main(
     out: RunFolder = Path("video-run"),
-    start: Annotated[Path | None, typer.Option(help="Pipeline folder to go on from, with its autoencoder.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Pipeline folder to start from, with its autoencoder.")] = None,
     stages: Annotated[
         str, typer.Option(help=f"Of {', '.join(stage.name for stage in RECIPE)}, with commas. [dim]default: all[/]")
     ] = "",
