@@ -11,7 +11,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {node.define_schema().node_id: node.define_schema()
 
 
 async def comfy_entrypoint() -> Any:
-    """The extension, as newer versions of ComfyUI load it."""
+    """Extension for newer versions of ComfyUI."""
     from comfy_api.latest import ComfyExtension
 
     class FoveateExtension(ComfyExtension):

@@ -1,8 +1,8 @@
-"""What Foveate does in a forward pass of a ComfyUI model; it imports nothing of ComfyUI.
+"""Foveate in the forward pass of a ComfyUI model. This module does not import ComfyUI.
 
-A wrapper around the model's forward pass knows the latent, and so the grid of tokens. It hands the model a copy of the
-`transformer_options` with an attention override (HilbertA), block replacements (ToMA) or both, chained to those that
-were there. So nothing of the model is changed, and nothing has to be restored.
+A wrapper around the model's forward pass knows the latent, and so the grid of tokens. It passes the model a copy of
+the `transformer_options` with an attention override (HilbertA), block replacements (ToMA) or both, chained to existing
+ones. So the model is not changed, and nothing has to be restored.
 """
 
 import inspect
@@ -33,14 +33,14 @@ OUTSIDE = "this step lies outside start_percent to end_percent"
 
 
 class Family(NamedTuple):
-    """Where the tokens of a family of models are.
+    """Token layout of a family of models.
 
     Attributes:
-        diffusers: How the names of its classes in diffusers begin.
-        blocks: Attributes with its blocks, those that ComfyUI calls "double_block" and then those that it calls
-            "single_block"; none where tokens cannot be merged.
+        diffusers: Prefixes of its class names in diffusers.
+        blocks: Attributes with its blocks, first ComfyUI's "double_block", then "single_block"; empty if tokens cannot
+            be merged.
         text: Whether text and image attend to each other in one sequence.
-        image_first: Whether the image precedes the text there.
+        image_first: Whether the image precedes the text in this sequence.
     """
 
     diffusers: str | tuple[str, ...]
@@ -66,23 +66,23 @@ FAMILIES: dict[str, Family | None] = {
     "OpenAISignatureMMDITWrapper": None,  # SD3, which inherits from a namesake of AuraFlow, calls no wrappers
     "MMDiT": Family(()),
 }
-"""Families by the name of the model's class, or of one that it inherits from; None if it is not supported."""
+"""Families by the name of the model's class or a base class; None if not supported."""
 
 
 def family_of(model: Any) -> Family | None:
-    """The family of a model; None if it is unknown."""
+    """Family of a model, or None."""
     return next((FAMILIES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
 
 
 class Part:
-    """One method at work in a model, and what it did in the run.
+    """A method in a model, with counts for the log.
 
     Args:
         method: The method.
-        window: Lowest and highest noise level at which it works.
+        window: Lowest and highest noise level at which the method is active.
 
     Attributes:
-        outcomes: Number of forward passes by the reason why they were dense; "" counts those with the method at work.
+        outcomes: Number of forward passes by the reason why they were dense; "" counts passes with the method.
         layers: Number of attention calls or blocks with the method, under "", and without it, under "dense".
     """
 
@@ -92,7 +92,7 @@ class Part:
         self.layers: Counter[str] = Counter()
 
     def ask(self, decide: Callable[[], T]) -> T | None:
-        """What the method decides for a forward pass; None if it stays dense."""
+        """Result of `decide` for a forward pass; None if the pass stays dense."""
         try:
             decided = decide()
         except DenseFallback as reason:
@@ -104,13 +104,13 @@ class Part:
         return decided
 
     def finish(self) -> None:
-        """Log what was done in the run."""
+        """Log the counts of the run and reset them."""
         if self.outcomes:
             dense = [f"{count} dense: {why}" for why, count in self.outcomes.items() if why]
             at_work = f"{self.method.title}: {self.outcomes['']} of {self.outcomes.total()} forward passes"
             layers = f"{self.layers['']} attention calls or blocks with it, {self.layers['dense']} without"
-            tell = log.warning if self.outcomes[""] and not self.layers[""] else log.info
-            tell("; ".join([f"{at_work} ({layers})", *dense]))
+            write = log.warning if self.outcomes[""] and not self.layers[""] else log.info
+            write("; ".join([f"{at_work} ({layers})", *dense]))
         self.outcomes.clear()
         self.layers.clear()
 
@@ -119,8 +119,8 @@ class Foveated:
     """A wrapper around the forward pass of a model.
 
     Args:
-        *parts: Methods, each with the lowest and highest noise level at which it works.
-        grids: (rows, columns) of image tokens that the methods were tuned for; a warning is logged at other sizes.
+        *parts: Methods, each with the lowest and highest noise level at which it is active.
+        grids: (rows, columns) of image tokens that the methods were tuned for; other sizes log a warning.
     """
 
     def __init__(self, *parts: tuple[Method, tuple[float, float]], grids: Any = ()) -> None:
@@ -139,10 +139,10 @@ class Foveated:
         return [part.method for part in self.parts]
 
     def check(self, model: Any) -> None:
-        """Check that the methods fit each other and the model.
+        """Check that the methods can be combined and support the model.
 
         Raises:
-            ValueError: If they do not, or the model is unknown.
+            ValueError: If not, or if the model is unknown.
         """
         name, family = type(model).__name__, family_of(model)
         if family is None:
@@ -159,7 +159,7 @@ class Foveated:
             raise ValueError(f"in ComfyUI whole blocks merge in every step: not {method!r}")
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, by the methods where they can work."""
+        """The model's output, with the methods where possible."""
         call = inspect.signature(executor.original).bind(*args, **kwargs)
         named = "transformer_options" in call.signature.parameters
         given = call.arguments if named else call.arguments.setdefault("kwargs", {})
@@ -171,14 +171,14 @@ class Foveated:
         return executor(*call.args, **call.kwargs)
 
     def finish(self) -> None:
-        """Log what was done in the run, and forget its plans."""
+        """Log the counts of the run, and drop its plans."""
         for part in self.parts:
             part.finish()
         self._sigma, self._step = -1.0, -1
         self._merges.clear()
 
     def _options(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The entries of `transformer_options` that differ in this forward pass."""
+        """Changed entries of `transformer_options` for this forward pass."""
         changed: dict[str, Any] = {}
         attend = self.sparse and self.sparse.ask(lambda: self._attention(model, inputs, options))
         if attend:
@@ -190,10 +190,10 @@ class Foveated:
     def _tokens(
         self, part: Part, model: Any, inputs: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Family, tuple[tuple[int, ...], ...], int]:
-        """The family of the model, the grids of its image tokens, and the number of text tokens beside them.
+        """Family of the model, grids of its image tokens, and number of text tokens.
 
         Raises:
-            DenseFallback: If the method does not work in this forward pass.
+            DenseFallback: If the method cannot run in this forward pass.
         """
         low, high = part.window
         if not low - ROUNDING <= sigma_of(options) <= high + ROUNDING:
@@ -213,13 +213,13 @@ class Foveated:
         if (registers := getattr(model, "register_tokens", None)) is not None:
             text += registers.shape[1]  # AuraFlow
         if (llama := inputs.get("encoder_hidden_states_llama3")) is not None:
-            text += 2 * llama.shape[2]  # HiDream: one layer's in all blocks, and one that differs from block to block
+            text += 2 * llama.shape[2]  # HiDream: one layer's text in all blocks, and another layer's in each block
         if inputs.get("image_cond") is not None:
-            raise DenseFallback("the picture to edit lies beside the new one")
+            raise DenseFallback("the latent also holds the image to edit")
         return family, grids, text
 
     def _attention(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Attention":
-        """The attention of this forward pass."""
+        """Sparse attention of this forward pass."""
         family, grids, text = self._tokens(self.sparse, model, inputs, options)
         if not family.text:
             check_cross_attention(inputs, prod(grids[0]))
@@ -229,7 +229,7 @@ class Foveated:
     def _blocks(
         self, model: Any, inputs: dict[str, Any], options: dict[str, Any], attend: "Attention | None"
     ) -> dict[Any, Callable[..., Any]]:
-        """The replaced blocks of this forward pass, whose merged tokens attend sparsely if `attend` is given."""
+        """Replaced blocks of this forward pass; merged tokens attend sparsely if `attend` is given."""
         part, method, x = self.merging, self.merging.method, inputs["x"]
         family, grids, text = self._tokens(part, model, inputs, options)
         if method.keep == 1:
@@ -259,7 +259,7 @@ class Foveated:
         return blocks
 
     def plan(self, key: Any, tokens: Tensor, regions: Regions) -> Any:
-        """The plan of merging of these tokens, made anew where it is due."""
+        """Merge plan of these tokens, recomputed when due."""
         method = self.merging.method
         periods = method.periods(self._step)
         made, plan = self._merges.get(key, (None, None))
@@ -272,10 +272,10 @@ class Foveated:
 
 
 def check_preset(preset: Preset, model: Any) -> None:
-    """Check that a preset was made on this model, as far as its class and its number of blocks say.
+    """Check that a preset was made for this model, by its class and its number of blocks.
 
     Raises:
-        ValueError: If it was not, or needs what there is in diffusers only.
+        ValueError: If not, or if the preset works in diffusers only.
     """
     family = family_of(model)
     if not all(isinstance(method, HilbertA | ToMA) for method in preset.methods):
@@ -301,18 +301,18 @@ def grid_of(model: Any, latent: Tensor) -> tuple[int, ...]:
 
 
 def sigma_of(options: dict[str, Any]) -> float:
-    """The noise level of a forward pass."""
+    """Noise level of a forward pass."""
     return float(options["sigmas"].max()) if "sigmas" in options else 0.0
 
 
 def check_cross_attention(inputs: dict[str, Any], tokens: int) -> None:
-    """Check that the number of keys tells cross-attention to the text from self-attention of `tokens` image tokens.
+    """Check that cross-attention to the text and self-attention of `tokens` image tokens differ in their keys' number.
 
     Raises:
-        DenseFallback: If both have as many keys.
+        DenseFallback: If both have equally many keys.
     """
     if inputs["context"].shape[1] == tokens:
-        raise DenseFallback(f"{tokens} text tokens cannot be told from as many image tokens")
+        raise DenseFallback(f"{tokens} text tokens cannot be distinguished from as many image tokens")
 
 
 def in_sequence(image: Tensor, text: int, image_first: bool) -> Tensor:
@@ -326,15 +326,15 @@ class Attention:
 
     Args:
         part: The method, which counts the layers.
-        plan: Its plan.
+        plan: Plan of the method.
         text: Number of text tokens in the attention sequence.
-        image_first: Whether the image precedes the text there.
-        former: The override that was there; None if there was none.
+        image_first: Whether the image precedes the text in this sequence.
+        former: Existing override, or None.
 
     Attributes:
         now: Positions in the attention sequence in each order of the plan, text first, and the tables.
-        of_all: `now` among all tokens.
-        of_merged: `now` in blocks whose tokens are merged.
+        of_all: `now` in blocks without merging.
+        of_merged: `now` in blocks with merged tokens.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Attention:
         self._number = -1
 
     def merge(self, regions: Regions) -> None:
-        """Prepare for blocks in which the tokens of these regions are merged."""
+        """Prepare for blocks that merge the tokens of these regions."""
         kept = torch.arange(regions.kept, device=regions.order.device)
         tables = [merged_pattern(table, regions, self.text) for table in self.plan.tables]
         self.of_merged = [in_sequence(kept, self.text, self.image_first)], tables
@@ -355,7 +355,7 @@ class Attention:
     def __call__(
         self, func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The output of an attention call, in the form that the caller asks for."""
+        """Output of an attention call, in the layout requested by the caller."""
         shaped = kwargs.get("skip_reshape", False)
         tokens, mask = len(self.now[0][0]), args[0] if args else kwargs.get("mask")
         same = q.shape[2 if shaped else 1] == k.shape[2 if shaped else 1] == tokens
@@ -374,15 +374,15 @@ class Attention:
 
 
 class Merging:
-    """Block replacements that run blocks on merged tokens, chained to the replacements that were there.
+    """Block replacements that run blocks on merged tokens, chained to existing replacements.
 
     Args:
         owner: Keeps the plans from step to step.
         regions: Regions within which tokens merge.
         text: Number of text tokens in the attention sequence.
-        image_first: Whether the image precedes the text where both are in one sequence.
-        attend: The sparse attention of merged tokens; None where they attend densely.
-        key: What a plan belongs to.
+        image_first: Whether the image precedes the text in one sequence.
+        attend: Sparse attention of merged tokens; None for dense attention.
+        key: Cache key of a plan.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class Merging:
     def block(
         self, kind: str, former: Callable[..., Any] | None, args: dict[str, Any], extra: dict[str, Any]
     ) -> dict[str, Any]:
-        """The output of a block, single-stream (text and image in one tensor) or double-stream, by its kind's plan."""
+        """Output of a block, single-stream (text and image in one tensor) or double-stream, with its kind's plan."""
         original = (lambda given: former(given, extra)) if former else extra["original_block"]
         x, double = args["img"], "txt" in args
         dim = 2 if args["pe"].shape[1] == 1 else 1  # [batch, 1, tokens, ...] or [batch, tokens, 1, ...]
@@ -418,7 +418,7 @@ class Merging:
         return {**out, "img": self._join(merge.update(image, merged, after, order), words)}
 
     def _split(self, x: Tensor, images: int = 0, dim: int = 1) -> tuple[Tensor, Tensor]:
-        """Image and text of a sequence."""
+        """Split a sequence into image and text."""
         sizes = [images or self.images, x.shape[dim] - (images or self.images)]
         if self.image_first:
             return x.split(sizes, dim)
@@ -428,7 +428,7 @@ class Merging:
         return torch.cat((image, text) if self.image_first else (text, image), dim)
 
     def _rope(self, pe: Tensor, dim: int, merge: Any) -> Tensor:
-        """The rotary embedding with the rows of the destinations in place of all images'; tokens are along `dim`."""
+        """Rotary embedding with the destinations' rows instead of the rows of all images; tokens are along `dim`."""
         image, text = self._split(pe, dim=dim)
         rows = self.regions.order[merge.positions]  # [plans, merged]
         taken = torch.stack([image[min(i, len(pe) - 1)].index_select(dim - 1, row) for i, row in enumerate(rows)])
@@ -436,7 +436,7 @@ class Merging:
 
 
 def _varies(args: dict[str, Any]) -> bool:
-    """Whether a block has masks or a modulation that differs from token to token."""
+    """Whether a block has masks or a modulation per token."""
     special = "attn_mask", "attention_mask", "modulation_dims", "modulation_dims_img"
     vec = args["vec"]
     return any(args.get(name) is not None for name in special) or (

@@ -1,4 +1,4 @@
-"""The nodes: options of a method in, a patched copy of the model out."""
+"""ComfyUI nodes that return a patched copy of the model, by the options of a method."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ WHERE = (
 
 
 def patched(model: Any, *methods: Method, grids: Any = ()) -> io.NodeOutput:
-    """A copy of the model that runs with these methods, and with that of a Foveate node that came before.
+    """A copy of the model with these methods, and with the method of an earlier Foveate node.
 
     Raises:
-        ValueError: If the model is of no known family, or the methods do not fit it or each other.
+        ValueError: If the model's family is unknown, or the methods do not support it or cannot be combined.
     """
     for before in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY):
         if grids or before.grids:
-            raise ValueError("a preset has all its methods: use no other Foveate node beside it")
+            raise ValueError("a preset has all its methods: use no other Foveate node with it")
         methods = *before.methods, *methods
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma
     windows = [(to_sigma(method.end_percent), to_sigma(method.start_percent)) for method in methods]
@@ -46,7 +46,7 @@ def patched(model: Any, *methods: Method, grids: Any = ()) -> io.NodeOutput:
 
 
 def schema(node_id: str, display_name: str, description: str, *options: Any) -> io.Schema:
-    """The schema of a node with a model in front of its options, and one as its output."""
+    """Schema of a node with a model before its options, and a model as its output."""
     return io.Schema(
         node_id=node_id,
         display_name=display_name,
@@ -67,7 +67,7 @@ class FoveateHilbertA(io.ComfyNode):
             "FoveateHilbertA",
             "HilbertA sparse attention",
             "Image tokens attend within sliding tiles of a Hilbert curve, to the text and to the centre. "
-            "Needs a LoRA that was distilled for it for best quality. tiles=1 is the dense model.",
+            "For best quality it needs a LoRA distilled for it. tiles=1 is the dense model.",
             io.Int.Input("tiles", default=4, min=1, max=1024, tooltip="More tiles: faster and further from dense."),
             io.Int.Input("period", default=4, min=1, max=64, tooltip="Layers in which tiles slide by one; 1: never."),
             io.Float.Input("centre", default=0.25, min=0.0, max=1.0, step=0.01, tooltip="Side of the global centre."),
@@ -91,7 +91,7 @@ class FoveateToMA(io.ComfyNode):
         return schema(
             "FoveateToMA",
             "ToMA token merging",
-            "Blocks run on the tokens that represent their windows best; the others follow them. "
+            "Blocks run on the tokens that represent their windows best; the other tokens take on their changes. "
             "keep=1.0 is the dense model.",
             io.Float.Input("keep", default=0.5, min=0.01, max=1.0, step=0.01, tooltip="Fraction of tokens kept."),
             io.Int.Input("tile", default=8, min=2, max=64, tooltip="Side of the windows in tokens."),
@@ -107,7 +107,7 @@ class FoveateToMA(io.ComfyNode):
 
 
 class FoveatePreset(io.ComfyNode):
-    """Settings that `foveate tune` chose."""
+    """Settings chosen by `foveate tune`."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -115,7 +115,7 @@ class FoveatePreset(io.ComfyNode):
         return schema(
             "FoveatePreset",
             "Foveate preset",
-            "The methods and options of a preset: a JSON file that foveate tune wrote for this model in diffusers.",
+            "Methods and options of a preset: a JSON file written by foveate tune for this model in diffusers.",
             io.String.Input("preset", default="preset.json", tooltip="Path of the JSON file."),
         )
 
@@ -128,7 +128,7 @@ class FoveatePreset(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, preset: str, **_others: Any) -> str:
-        """What the file holds, so that a changed file is read again."""
+        """Content of the file, so that a changed file is read again."""
         return repr(load(preset.strip()).methods)
 
 

@@ -347,7 +347,7 @@ def test_each_of_two_methods_has_a_window_and_reasons_of_its_own(pack, caplog):
     kept = merging.regions_along(sparse.plan(((3, 8, 10),), 0), (3, 8, 10)).kept
     wordy = inputs(WanModel, text=kept)
     assert torch.equal(run(both, model, wordy), run(alone[sparse], model, wordy))
-    assert f"ToMA keep=0.5 skip=0 stays dense: {kept} text tokens cannot be told" in caplog.text
+    assert f"ToMA keep=0.5 skip=0 stays dense: {kept} text tokens cannot be distinguished" in caplog.text
 
 
 class Patcher:
@@ -511,7 +511,7 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
     dense = model._forward(*case[:3], transformer_options=options())
     assert torch.equal(run(wrapper, model, case), dense)
-    assert "240 text tokens cannot be told from as many image tokens" in caplog.text
+    assert "240 text tokens cannot be distinguished from as many image tokens" in caplog.text
     assert torch.equal(run(pack.Foveated((LLSA(), ALWAYS)), model, case), dense)
     lumina, case = Lumina(), inputs(Lumina)
     wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
@@ -523,7 +523,7 @@ def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     x, time, context, named = inputs(HiDream)
     wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
     run(wrapper, HiDream(), (x, time, context, {**named, "image_cond": x}))
-    assert dict(wrapper.sparse.outcomes) == {"the picture to edit lies beside the new one": 1}
+    assert dict(wrapper.sparse.outcomes) == {"the latent also holds the image to edit": 1}
     with pytest.raises(ValueError, match="whole blocks merge in every step"):
         pack.Foveated((ToMA(keep=0.5, granularity="module"), ALWAYS)).check(model)
     with pytest.raises(ValueError, match="does not know Linear"):
