@@ -73,7 +73,7 @@ def test_first_rows_last_rows_and_a_prompt_equal_the_dense_mask(name, rows):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("tokens", "chosen"), [(700, 1), (1337, 64), (5000, 900)])
-def test_samples_may_have_rows_of_their_own_windows_and_sinks(name, tokens, chosen):
+def test_samples_may_differ_in_rows_windows_and_sinks(name, tokens, chosen):
     rows = torch.stack([some(tokens, chosen) for _ in range(3)])
     rows[1, chosen // 2 :] = tokens - 1  # tokens that pad a shorter prompt
     q, k, v = qkv(tokens, chosen, 32, 8, 64, torch.bfloat16, batch=3)

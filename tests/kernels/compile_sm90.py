@@ -61,7 +61,7 @@ def compiled(kernel, constants, half, warps, registers=None, stages=None, **more
 
 
 def made_constant(kernel, sizes):
-    """The sizes that Triton compiles in as constants when they are 1, which `do_not_specialize` forbids."""
+    """Sizes that Triton would compile as constants when they are 1, which `do_not_specialize` forbids."""
     return {param.name: 1 for param in kernel.params if param.name in sizes and not param.do_not_specialize}
 
 
@@ -102,7 +102,7 @@ for name, (configs, operands) in BLOCK_KERNELS.items():
 
 
 def report_gluon(kernel, dim, half, step, stages, kept, **constants):
-    """A Gluon kernel; descriptors in `kept` are of blocks of 64 rows, which a warpgroup keeps, others of a step."""
+    """Compile a Gluon kernel; descriptors in `kept` have blocks of 64 rows, kept by a warpgroup, others of a step."""
     kinds = {}
     for name in [name for name in kernel.arg_names if name.startswith("d_")]:
         vector = name in ("d_lse", "d_delta")

@@ -39,7 +39,7 @@ class Barrier:
 
 
 class Shared:
-    """Buffers in shared memory, filled with NaN until something is copied into them."""
+    """Buffers in shared memory, filled with NaN until written."""
 
     def __init__(self, dtype, shape, layout):
         self.dtype, self.layout = dtype, layout
@@ -188,7 +188,7 @@ def _warp_specialize(jobs, warps, registers):
 
 
 def load(*names):
-    """The modules of these names, with an emulated Gluon."""
+    """Modules of these names, with an emulated Gluon."""
 
     def layout(*_, **__):
         return "layout"

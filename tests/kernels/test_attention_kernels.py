@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu che
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tile sizes that are fast to interpret and still give full and short steps."""
+    """Tile sizes that are fast to interpret and still need full and short steps."""
     monkeypatch.setattr(kernels, "FORWARD", (KernelConfig(64, 64, 4, 2),))
     monkeypatch.setattr(kernels, "BACKWARD_QUERIES", (KernelConfig(64, 32, 4, 2),))
     monkeypatch.setattr(kernels, "BACKWARD_KEYS", (KernelConfig(64, 32, 4, 2),))
@@ -101,7 +101,7 @@ def test_gradients_reach_the_inputs_through_the_lse_alone():
 def test_every_output_is_written():
     q, k, v = qkv(150, 150, torch.float32, 16)
     assert torch.empty_like(q).isnan().all()
-    table = block_table([[0], [], [0, 2]], block_starts(150))  # block 1 is read by nobody
+    table = block_table([[0], [], [0, 2]], block_starts(150))  # no block reads block 1
     out, lse = block_attention(q, k, v, table, 0.25, True)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert not any(x.isnan().any() for x in (out, lse, *grads))

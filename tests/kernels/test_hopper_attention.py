@@ -52,7 +52,7 @@ def test_output_and_lse_equal_the_dense_mask(table, dim, programs):
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_that_the_copy_engine_can_and_cannot_address():
+def test_addressable_layouts_equal_the_dense_mask_and_other_layouts_are_recognised():
     tokens_first = torch.randn(2, 300, 3, 64).transpose(1, 2)
     heads_first = torch.randn(2, 3, 300, 64)
     packed = torch.randn(2, 300, 3, 3, 64).unbind(2)[1].transpose(1, 2)
@@ -100,7 +100,7 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
 @pytest.mark.parametrize("samples", [(), (2,)])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (700, 300), (300, 300), (513, 64), (900, 129)])
 def test_causal_rows_equal_the_dense_mask(monkeypatch, tokens, chosen, samples, dim):
-    """Of all samples, or of each."""
+    """Rows are the same for all samples, or differ."""
     monkeypatch.setattr(rows_ops, "hopper_attention", hopper)
     rows = torch.rand(*samples, tokens).argsort()[..., :chosen].sort().values
     q = torch.randn(2, chosen, 6, dim).transpose(1, 2)
@@ -123,7 +123,7 @@ def test_plans_of_rows_are_not_reused_for_other_samples_and_tokens(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """The op runs the emulated kernels, as on a GPU with three multiprocessors."""
+    """Make the op run the emulated kernels, as on a GPU with three multiprocessors."""
     monkeypatch.setattr(ops, "hopper_attention", hopper)
     monkeypatch.setattr(ops, "hopper_backward", backward)
     monkeypatch.setattr(ops, "multiprocessors", lambda device: 3)

@@ -45,7 +45,7 @@ def test_a_launch_is_described_once_per_signature_and_gets_the_addresses_of_each
         return Launch(kernel, (3, 2), (a, b, b[1, 2:], len(a)), {"D": d, "num_warps": 4})
 
     same, x, y = (torch.randn(4, 8) for _ in range(3))
-    for a, b in ((same, same), (x, y), (y, x)):  # the first call must not tie its two arguments together
+    for a, b in ((same, same), (x, y), (y, x)):  # the first call must not record its two arguments as one
         launch((a, b), 5)
         assert kernel.calls[-1] == ((3, 2, 1), (a.data_ptr(), b.data_ptr(), b.data_ptr() + 40, 4, 5))
     [((a, b, part, size), grid, constants)] = kernel.compilations

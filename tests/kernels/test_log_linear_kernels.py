@@ -93,7 +93,7 @@ def test_output_lse_and_every_gradient_equal_float64(tokens, levels, top_k, more
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("levels", "dim"), [(1, 64), slow(3, 128)])
-def test_the_tile_sizes_that_are_compiled_equal_float64(levels, dim):
+def test_compiled_tile_sizes_equal_float64(levels, dim):
     run(273, levels, 3, dim=dim, extra=65)
 
 
@@ -116,7 +116,7 @@ def test_full_nodes_lists_and_steps_need_no_masks(monkeypatch, tokens, levels, m
     assert found[2:] == [False, False]
 
 
-def test_a_selection_with_gaps_is_masked_even_if_all_else_is_full(monkeypatch):
+def test_a_selection_with_gaps_is_masked_even_if_everything_else_is_full(monkeypatch):
     use_tiles(monkeypatch, 16, 32)
     q, k, v = (torch.randn(1, 2, 768, 32) for _ in range(3))
     options = OPTIONS._replace(top_k=2, levels=1, enriched=1)
@@ -142,7 +142,7 @@ def test_lists_and_gradients_may_have_any_strides():
     ("tokens", "levels", "more"), [(150, 1, {"block": 32}), slow(700, 2, {"extra": 3, "masked": True})]
 )
 @pytest.mark.usefixtures("large_tiles")
-def test_tiles_that_many_queries_read_are_split(monkeypatch, tokens, levels, more):
+def test_tiles_read_by_many_queries_are_split(monkeypatch, tokens, levels, more):
     monkeypatch.setattr(backward, "CHUNK", 64)
     run(tokens, levels, 3, **more)
 
@@ -155,7 +155,7 @@ def test_tiles_that_many_queries_read_are_split(monkeypatch, tokens, levels, mor
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
-def test_means_are_rounded_once_and_picks_are_those_of_brute_force(tokens, levels, top_k, block, masked):
+def test_means_are_rounded_once_and_picks_equal_brute_force(tokens, levels, top_k, block, masked):
     q, k = (heads_of(tokens, 32, torch.float16) for _ in range(2))
     real = padding(1, tokens) if masked else torch.ones(1, tokens, dtype=torch.bool)
     given = [x.masked_fill(~real[:, None, :, None], torch.inf) for x in (q, k)]

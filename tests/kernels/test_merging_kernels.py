@@ -137,7 +137,7 @@ def test_updates_of_strided_tokens_are_complete():
 
 @pytest.mark.parametrize("grid", [(8, 12), (18, 14), (9, 31)])
 @pytest.mark.parametrize("keep", [0.25, 0.7])
-def test_a_plan_gives_the_same_by_kernels(monkeypatch, grid, keep):
+def test_a_plan_is_the_same_with_kernels(monkeypatch, grid, keep):
     method = ToMA(keep=keep, tile=(4, 4))
     regions = method.regions((grid,))
     x = torch.randn(2, grid[0] * grid[1], 24)

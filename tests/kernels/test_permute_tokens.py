@@ -1,4 +1,4 @@
-"""The kernel that rotates and permutes agrees with plain PyTorch, in float64 where it rounds."""
+"""Laws of the kernel that rotates and permutes tokens: equal to plain PyTorch, in float64 if it rounds."""
 
 import pytest
 import torch

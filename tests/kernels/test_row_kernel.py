@@ -54,10 +54,10 @@ def test_first_and_last_rows_and_a_negative_scale():
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_samples_may_have_rows_of_their_own_windows_and_sinks(monkeypatch, parts):
+def test_samples_may_differ_in_rows_windows_and_sinks(monkeypatch, parts):
     monkeypatch.setattr(kernel, "_parts", lambda *work: parts)
     rows = torch.stack([torch.randperm(100)[:20].sort().values for _ in range(2)])
-    rows[1, 17:] = 99  # tokens that pad a shorter prompt
+    rows[1, 17:] = 99  # padding of a shorter prompt
     assert error(rows, 100, 2, 1, 16, torch.float32) < 1e-5
     q, (k, v), sinks = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 1, 100, 16), torch.randn(2)
     for window, logits in ((1, sinks), (20, None), (90, None), (None, sinks)):

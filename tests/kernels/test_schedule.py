@@ -10,7 +10,7 @@ from foveate.kernels.block.schedule import OVERHEAD, partition, schedule
 
 
 def covered(run, rows, columns):
-    """How often the schedule covers each pair of tokens."""
+    """Number of times that the schedule covers each pair of tokens."""
     count = torch.zeros(rows, columns, dtype=torch.long)
     for first, end, full, _, done in run.tiles.tolist():
         for left, right in run.steps[full:done].tolist():
@@ -56,7 +56,7 @@ def test_blocks_that_read_the_same_keys_share_tiles():
 
 
 @given(seed=st.integers(0, 2**31), samples=st.integers(1, 9), programs=st.integers(1, 40))
-def test_every_tile_that_has_steps_is_assigned_once_and_loads_are_balanced(seed, samples, programs):
+def test_every_tile_with_steps_is_assigned_once_and_loads_are_balanced(seed, samples, programs):
     table = random_table(seed, (700,), (900,))
     run = schedule(table, rows=128, step=64, short=64, device=torch.device("cpu"))
     work, bounds = partition(run, samples, programs)[4:]

@@ -46,7 +46,7 @@ def test_given_examples_are_exchanged_only_between_blocks(seed):
 
 
 @given(seed=st.integers(0, 2**31), strategy=st.sampled_from(STRATEGIES))
-def test_blocks_without_such_pairs_stay_unchanged(seed, strategy):
+def test_blocks_without_similar_pairs_stay_unchanged(seed, strategy):
     pool = torch.randn(30, 5, generator=torch.Generator().manual_seed(seed))
     free, kept = (
         SubCP(blocks=3, block_size=4, strategy=strategy, max_similarity=limit).partition(pool)

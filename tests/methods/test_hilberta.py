@@ -20,13 +20,13 @@ sides = st.integers(1, 40)
 
 
 def raster_mask(plan, phase, text):
-    """The plan's pattern over [text | image in raster order]."""
+    """Pattern of the plan over [text | image in raster order]."""
     into = torch.cat([torch.arange(text), text + inverse_order(plan.orders[phase])])
     return plan.tables[phase].to_dense()[into][:, into]
 
 
 def formula_tiles(height, width, tiles, phase, text, period=4):
-    """The paper's attention set: -1 for text and centre, otherwise floor((i - shift) / tile) of curve step i."""
+    """Tiles by the paper's formula: -1 for text and centre, otherwise floor((i - shift) / tile) of curve step i."""
     cells = height * width
     i = inverse_order(hilbert_order(height, width))
     tile = torch.div(i - phase * cells // (tiles * period), cells // tiles, rounding_mode="floor") % tiles
@@ -109,14 +109,14 @@ def test_any_grid_keeps_the_laws_of_the_pattern(height, width, text, data):
         assert torch.equal(mask, tile_mask(torch.cat([torch.full((text,), -1), tile_map.flatten()])))
         assert mask.diagonal().all()
         assert table.pairs() == mask.sum()
-        # every tile is one run of the curve, but for the one that wraps around its end
+        # every tile is one run of the curve, except the tile that wraps around its end
         along = tile_map.flatten()[step.argsort()]
         along = along[along >= 0]
         changes = int((along.diff() != 0).sum())
         assert changes <= len(along.unique())
 
 
-def test_snapping_moves_borders_by_half_a_step_at_most():
+def test_snapping_moves_borders_by_at_most_half_a_step():
     exact = HilbertA(tiles=7, centre=0, align=1).plan(((30, 50),), 0)
     snapped = HilbertA(tiles=7, centre=0).plan(((30, 50),), 0)
     for a, b in zip(exact.tables, snapped.tables, strict=True):
@@ -127,7 +127,7 @@ def test_snapping_moves_borders_by_half_a_step_at_most():
 
 
 def neighbours_apart(grid, **options):
-    """Fraction of the pairs of neighbouring tokens that attend to each other in no layer."""
+    """Fraction of the pairs of neighbouring tokens without attention to each other in any layer."""
     maps, apart, pairs = HilbertA(**options).plan((grid,), 0).tile_maps, 0, 0
     for axis, side in enumerate(grid, 1):
         a, b = maps.narrow(axis, 0, side - 1), maps.narrow(axis, 1, side - 1)
@@ -155,7 +155,7 @@ def test_sliding_diagonally_costs_as_much_as_sliding_along_the_curve(grid, tiles
     assert pairs[1] == pytest.approx(pairs[0], rel=0.005)
 
 
-def test_the_page_shows_how_many_neighbours_are_apart_in_all_layers():
+def test_the_documented_numbers_of_separated_neighbours_are_right():
     page = (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
     for grid in (32, 32), (64, 64), (128, 128), (45, 80), (21, 45, 80):
         apart = (neighbours_apart(grid, tiles=16, slide=slide) for slide in ("curve", "diagonal"))
@@ -163,7 +163,7 @@ def test_the_page_shows_how_many_neighbours_are_apart_in_all_layers():
 
 
 @given(height=st.integers(12, 40), width=st.integers(12, 40), text=st.integers(0, 70), data=st.data())
-def test_tiles_that_slide_diagonally_are_those_of_the_first_phase_moved_over_the_image(height, width, text, data):
+def test_tiles_that_slide_diagonally_are_shifts_of_the_first_phase(height, width, text, data):
     tiles = data.draw(st.integers(1, height * width // 32))
     plan = HilbertA(tiles=tiles, slide="diagonal", centre=0, align=1).plan(((height, width),), text)
     for phase, tile_map in enumerate(plan.tile_maps):
@@ -173,7 +173,7 @@ def test_tiles_that_slide_diagonally_are_those_of_the_first_phase_moved_over_the
         assert torch.equal(raster_mask(plan, phase, text), tile_mask(tile))
 
 
-def test_auto_slides_diagonally_but_along_the_curve_for_use_with_merging_and_where_tiles_are_bands():
+def test_auto_slides_diagonally_but_along_the_curve_with_merging_and_for_bands():
     method, bands = HilbertA(tiles=4), HilbertA(tiles=4, curve="raster")
     for same, alone in ((method, "diagonal"), (bands, "curve")):
         assert same.chosen_for((32, 40)) == replace(same, slide=alone)
@@ -198,7 +198,7 @@ def test_receptive_field_grows_by_one_tile_a_layer_and_covers_all_after_t_layers
 @given(
     sizes=st.lists(st.tuples(st.integers(8, 24), st.integers(8, 24)), min_size=2, max_size=3), text=st.integers(0, 40)
 )
-def test_global_references_see_and_are_seen_by_everything(sizes, text):
+def test_global_references_attend_to_everything_and_everything_attends_to_them(sizes, text):
     plan = HilbertA(tiles=2, align=1).plan(tuple(sizes), text)
     mask = raster_mask(plan, 1, text)
     first = text + sizes[0][0] * sizes[0][1]
@@ -272,7 +272,7 @@ def test_the_tiles_of_a_video_are_connected(grid):
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_a_central_box_and_the_first_frame_of_a_video_cost_and_connect():
+def test_the_documented_costs_of_a_central_box_and_a_global_first_frame_are_right():
     grid, page = (21, 45, 80), (Path(__file__).parents[2] / "docs" / "hilberta.md").read_text()
     for name, centre, first in (
         ("`centre=0`", 0.0, 0),

@@ -20,14 +20,14 @@ class ComposedCache:
     layers = 10
 
     def __init__(self, scores, spans=SPANS):
-        self.scores, self.spans, self.asked = scores, spans, []
+        self.scores, self.spans, self.calls = scores, spans, []
 
     def received(self, layers, norm, geometry):
-        self.asked.append((layers, norm, geometry))
+        self.calls.append((layers, norm, geometry))
         return self.scores
 
     def kv_deviation(self, rank):
-        self.asked.append(rank)
+        self.calls.append(rank)
         return self.scores
 
 
@@ -60,16 +60,16 @@ def test_boundary_rows_come_before_all_others(scores, recompute, boundary, exclu
     assert rows == sorted(best[: method.budget(SPANS)])
 
 
-def test_without_a_budget_nothing_is_scored():
+def test_a_budget_of_zero_computes_no_scores():
     stale = ComposedCache(None)
     assert all(method(recompute=0).rows(stale).numel() == 0 for method in (InfoFlowKV, CacheBlend, RandomRows, EPIC))
-    assert not stale.asked
+    assert not stale.calls
 
 
 def test_infoflow_scores_with_its_layers_norm_and_geometry():
     stale = ComposedCache(torch.rand(20))
     InfoFlowKV(scoring_layers=(3, 7), norm="l1", geometry="tl-tp").rows(stale)
-    assert stale.asked == [((3, 7), "l1", "tl-tp")]
+    assert stale.calls == [((3, 7), "l1", "tl-tp")]
 
 
 @given(layers=st.integers(1, 100), low=st.integers(0, 99), width=st.integers(1, 100))
@@ -87,12 +87,12 @@ def test_reordering_puts_the_richest_chunk_last():
     scores[[2, 3, 4, 6, 9, 10]] = 1.0  # three of four, one of three, two of eleven
     stale = ComposedCache(scores)
     assert InfoFlowKV(recompute=0.3, reorder=True).arrange(stale) == (2, 1, 0)
-    assert stale.asked == [((5, 6, 7), "l2", "hl-tp")]
+    assert stale.calls == [((5, 6, 7), "l2", "hl-tp")]
     assert InfoFlowKV(recompute=0.3, reorder=True, boundary=2).arrange(stale) == (2, 1, 0)
     assert InfoFlowKV(recompute=0.3).arrange(stale) == (0, 1, 2)
 
 
-def test_epic_takes_the_first_rows_of_every_chunk_but_the_first():
+def test_epic_takes_the_first_rows_of_every_chunk_except_the_first():
     assert EPIC(recompute=0.25).rows(ComposedCache(None)).tolist() == [6, 7, 8, 9, 10]
     assert EPIC(recompute=0.2).rows(ComposedCache(None)).tolist() == [6, 7, 9, 10]
     assert EPIC(recompute=0.15, exclude_first=False).rows(ComposedCache(None)).tolist() == [0, 6, 9]

@@ -1,4 +1,4 @@
-"""Laws of LLSA; those of its attention are in ops/, those inside models in integrations/."""
+"""Laws of LLSA's options and plans. Its attention is tested in ops/, its use in models in diffusers/."""
 
 import pytest
 import torch
@@ -34,10 +34,10 @@ def test_every_option_reaches_attention():
     outs = [joint_attention(q, k, v, plan.tables[0]) for plan in plans]
     base = joint_attention(q, k, v, LLSA(**usual).plan(((20, 35),), 0).tables[0])
     same = [name for name, out in zip(changed, outs, strict=True) if torch.equal(out, base)]
-    assert same == ["enrich"]  # of one level, 1 is all
+    assert same == ["enrich"]  # with one level, 1 means all levels
 
 
-def test_means_of_one_level_are_not_those_of_all():
+def test_enrich_1_and_enrich_true_have_separate_plans():
     plans = [LLSA(levels=2, enrich=enrich).plan(((32, 32),), 0) for enrich in (True, 1, False)]
     assert [plan.tables[0].keys() for plan in plans] == [196, 192, 128]
     assert [plan.title for plan in plans] == [
@@ -45,7 +45,7 @@ def test_means_of_one_level_are_not_those_of_all():
     ]  # fmt: skip
 
 
-def test_levels_are_those_of_the_rule_unless_told():
+def test_levels_follow_the_rule_unless_given():
     for side in (64, 128, 512):
         tokens = side * side
         levels = automatic_levels(tokens)
@@ -64,7 +64,7 @@ def test_more_picks_than_blocks_are_all_blocks_and_the_title_says_so():
     assert LLSA(top_k=20, enrich=False).plan(((16, 16),), 9).tables[0].sparsity() == 0
 
 
-def test_heads_that_it_has_no_attention_for_stay_dense():
+def test_unsupported_head_dims_stay_dense():
     LLSA().check_head_dim(32)
     LLSA().check_head_dim(256)
     for head_dim in (31, 257):
@@ -93,7 +93,7 @@ def test_bad_options_are_refused_with_the_value(options, message):
         LLSA(**options)
 
 
-def test_it_is_read_from_text():
+def test_llsa_is_read_from_text():
     assert method_from_text("llsa", {"top_k": "16", "enrich": "false", "levels": "none"}) == LLSA(
         top_k=16, enrich=False
     )

@@ -1,4 +1,4 @@
-"""Laws of options: a wrong type or name is one clear line, and layers may be given as text, a number or a list."""
+"""Laws of options: the error of a wrong type or name is one clear line; layers may be text, a number or a list."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         (SubCP, {"blocks": "8"}, "blocks must be a whole number, not '8'"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(cls, options, message):
+def test_the_error_of_a_wrong_option_is_one_clear_line(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(**options)
 

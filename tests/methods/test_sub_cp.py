@@ -102,7 +102,7 @@ def test_lengths_rotations_and_containers_do_not_matter(seed, strategy):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Treat only gains as tied that differ by rounding: a few pools in thousands have two within TIE."""
+    """Count as ties only gains that differ by rounding: a few pools in thousands have two within TIE."""
     monkeypatch.setattr("foveate.ops.facility_location.TIE", 1e-12)
 
 
@@ -181,10 +181,10 @@ def test_duplicates_are_counted_and_go_to_different_blocks(strategy):
     assert chosen.saturated_at == 6
     assert chosen.coverage == pytest.approx(1)
     assert (chosen.ids[:6] % 2 == 0).all()
-    assert chosen.ids[6:].tolist() == [1, 3, 5]  # no gains are left: by index
+    assert chosen.ids[6:].tolist() == [1, 3, 5]  # without gains, by index
 
 
-def test_of_equal_examples_the_first_is_taken():
+def test_ties_between_examples_go_to_the_first():
     assert SubCP().select(torch.ones(7, 3), 7).ids.tolist() == list(range(7))
     for strategy in STRATEGIES:
         ids = SubCP(blocks=3, block_size=None, strategy=strategy).partition(torch.ones(7, 3)).ids
@@ -203,7 +203,7 @@ def test_balanced_blocks_hold_their_share_of_every_class(seed, strategy):
     assert sorted(labels[i] for i in equal) == sorted("aaaabbbbcccc")
 
 
-def test_balance_holds_for_given_examples_too():
+def test_given_examples_are_balanced_too():
     labels = [i % 3 for i in range(30)]
     given_ids = [0, 3, 6, 9, 1, 4, 2, 5]
     ids = SubCP(blocks=4, block_size=2, balance="equal").partition(pool(2, 30), given_ids, labels=labels).ids
@@ -251,10 +251,10 @@ def test_blocks_of_one_have_no_pairs():
     assert SubCP(blocks=1, block_size=3).partition(pool(0, 30)).report().between == 0
 
 
-def test_other_items_than_the_pool_can_be_represented():
+def test_items_outside_the_pool_can_be_represented():
     embeddings, others = pool(4, 30), pool(5, 10)
-    rows, seen = (torch.nn.functional.normalize(x, dim=1) for x in (embeddings, others))
-    similar = (seen @ rows.T).clamp(min=0)
+    rows, items = (torch.nn.functional.normalize(x, dim=1) for x in (embeddings, others))
+    similar = (items @ rows.T).clamp(min=0)
     chosen = SubCP().select(embeddings, 3, represent=others)
     got = value(similar, chosen.ids)
     for k in range(3):

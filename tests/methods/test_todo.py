@@ -13,20 +13,20 @@ from foveate.ops.block_attention import block_attention
 @pytest.mark.parametrize("grid", [(16, 20), (9, 31), (64, 64)])
 @pytest.mark.parametrize("factor", [2, 3])
 @pytest.mark.parametrize("text", [0, 15])
-def test_everyone_reads_text_and_the_pixels_of_a_smaller_picture(grid, factor, text):
+def test_all_tokens_read_the_text_and_the_pixels_of_a_smaller_image(grid, factor, text):
     plan = ToDo(factor=factor).plan((grid,), text)
     cells = grid[0] * grid[1]
     raster = torch.arange(cells, dtype=torch.float64).view(1, 1, *grid)
     small = interpolate(raster, size=tuple(side // factor for side in grid), mode="nearest-exact").flatten().long()
     into = torch.cat([torch.arange(text), text + plan.orders[0].argsort()])
-    seen = plan.tables[0].to_dense()[into][:, into]
+    mask = plan.tables[0].to_dense()[into][:, into]
     want = torch.zeros(text + cells, dtype=torch.bool)
     want[:text] = want[text + small] = True
-    assert torch.equal(seen, want.expand_as(seen))
+    assert torch.equal(mask, want.expand_as(mask))
     assert plan.nominal_sparsity == 1 - len(small) / cells
 
 
-def test_a_factor_of_one_is_dense_and_reference_images_answer_whole():
+def test_a_factor_of_one_is_dense_and_reference_images_are_read_in_full():
     assert ToDo(factor=1).plan(((8, 8),), 5).tables[0].sparsity() == 0
     plan = ToDo().plan(((8, 8), (3, 3)), 5)
     assert plan.segments == ((1, 9), (0, 16), (0, 48))

@@ -1,4 +1,4 @@
-"""Laws of token merging: its algebra, its regions, and where it is exact."""
+"""Laws of ToMA: its algebra, its regions, and its exact cases."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_regions_of_a_video_are_windows_of_space_and_time(tile, window):
     assert ToMA(tile=tile).regions(((1, 12, 9),)).tile_maps[0].shape == (1, 12, 9)
 
 
-def test_the_region_map_is_what_merges():
+def test_the_region_map_equals_the_merged_regions():
     for regions in (
         ToMA(tile=(4, 4)).regions(((13, 7), (8, 8))),
         ToMA().regions_along(HilbertA(tiles=1).plan(((13, 7),), 5), (13, 7)),
@@ -75,7 +75,7 @@ def test_the_region_map_is_what_merges():
         assert regions_of.unique().numel() == sum(group.number for group in regions.groups if group.merges)
 
 
-def test_the_real_keep_of_an_odd_grid_is_known():
+def test_the_kept_tokens_of_an_odd_grid_are_counted():
     regions = ToMA(tile=(4, 4)).regions(((47, 53),))
     assert (regions.kept, len(regions.order)) == (1246, 2491)
 
@@ -104,7 +104,7 @@ def test_destinations_are_places_of_different_tokens_that_merge_into_themselves(
     assert (dots.gather(1, merge.positions) > 0).all()
 
 
-def test_in_the_hard_limit_the_transpose_is_the_pseudo_inverse():
+def test_the_transpose_of_hard_weights_is_the_pseudo_inverse():
     _, _, merge = planned(ToMA(weights="hard"), (16, 20), smooth(16, 20))
     torch.testing.assert_close(merge.spread[0].mT, torch.linalg.pinv(merge.gather[0]))
 
@@ -131,7 +131,7 @@ def test_new_weights_for_old_destinations():
     assert not torch.equal(later.gather[0], merge.gather[0])
 
 
-def test_reference_images_are_left_alone_unless_asked_for():
+def test_reference_images_merge_only_with_merge_reference():
     x = smooth(24, 20)  # two images of 16 and 8 rows
     grids = (16, 20), (8, 20)
     regions = ToMA().regions(grids)
@@ -142,7 +142,7 @@ def test_reference_images_are_left_alone_unless_asked_for():
 
 
 @given(tiles=st.sampled_from([1, 2, 4, 5]), text=st.sampled_from([0, 16, 77]), height=st.sampled_from([16, 24, 29]))
-def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, text, height):
+def test_merged_patterns_along_a_hilbert_curve_equal_the_pattern_of_the_destinations(tiles, text, height):
     plan = HilbertA(tiles=tiles).plan(((height, 20),), text)
     method = ToMA(weights="hard")
     regions = method.regions_along(plan, (height, 20))
@@ -158,7 +158,7 @@ def test_along_a_hilbert_curve_who_attends_to_whom_is_what_its_tokens_do(tiles, 
 @pytest.mark.parametrize(("side", "tiles", "tile", "longest"), [
     (64, 16, (8, 8), 64), (64, 16, (4, 4), 16), (32, 4, (8, 8), 64), (32, 16, (8, 8), 16), (32, 16, (3, 16), 16),
 ])  # fmt: skip
-def test_along_a_curve_the_longest_runs_merge_that_cross_no_border(side, tiles, tile, longest):
+def test_the_longest_runs_along_a_curve_that_cross_no_border_merge(side, tiles, tile, longest):
     plan = HilbertA(tiles=tiles).plan(((side, side),), 77)
     regions = ToMA(tile=tile).regions_along(plan, (side, side))
     assert max(group.tokens for group in regions.groups) == longest
@@ -185,7 +185,7 @@ def test_an_image_smaller_than_a_tile_stays_dense():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_yes_and_no_are_read_as_people_write_them():
+def test_booleans_are_read_in_common_spellings():
     for text, want in {"true": True, "False": False, "false": False}.items():
         assert method_from_text("toma", {"merge_reference": text}) == ToMA(merge_reference=want)
     assert method_from_text("toma", {"granularity": "module", "merge_mlp": "none"}) == ToMA(granularity="module")

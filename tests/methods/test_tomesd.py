@@ -1,4 +1,4 @@
-"""Laws of ToMeSD and ToFu: which tokens are kept, where the others are merged, and how."""
+"""Laws of ToMeSD and ToFu: the kept tokens, the destinations of the others, and the merge."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def reference(x, method, grid=GRID):
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.9])
-def test_matches_are_those_of_the_papers_text(keep):
+def test_matches_follow_the_papers(keep):
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     plan = planned(method := ToMeSD(keep=keep), x)
     for sample, places, dst_index in zip(x, plan.positions, plan.dst_index, strict=True):
@@ -35,7 +35,7 @@ def test_matches_are_those_of_the_papers_text(keep):
         assert places[dst_index].tolist() == want_goes
 
 
-def test_tokens_become_the_mean_of_what_goes_to_them():
+def test_destinations_become_the_mean_of_their_tokens():
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     plan = planned(ToMeSD(), x)
     merged = plan.merge(x)
@@ -44,7 +44,7 @@ def test_tokens_become_the_mean_of_what_goes_to_them():
     torch.testing.assert_close(plan.unmerge(merged)[1], merged[1, plan.dst_index[1]])
 
 
-def test_fusion_prunes_first_and_keeps_lengths_later():
+def test_fusion_prunes_in_early_blocks_and_keeps_norms_in_later_blocks():
     x = torch.randn(2, 130, 8, dtype=torch.float64)
     early, late = (planned(ToFu().at(depth), x) for depth in (0.2, 0.7))
     assert torch.equal(early.merge(x), x.take_along_dim(early.positions[..., None], 1))
@@ -56,7 +56,7 @@ def test_fusion_prunes_first_and_keeps_lengths_later():
 
 
 @pytest.mark.parametrize("method", [ToMeSD(), ToMeSD(random=True), ToFu().at(0.0), ToFu().at(1.0)])
-def test_constants_survive_and_references_are_left_alone(method):
+def test_constants_survive_and_references_stay_unmerged(method):
     constant = torch.ones(2, 130 + 42, 8)
     plan = planned(method, constant, (GRID, (6, 7)))
     torch.testing.assert_close(plan.merge(constant), constant[:, :107])
@@ -65,7 +65,7 @@ def test_constants_survive_and_references_are_left_alone(method):
     torch.testing.assert_close(plan.unmerge(plan.merge(x))[:, 130:], x[:, 130:])
 
 
-def test_half_precision_means_are_taken_in_single():
+def test_half_precision_means_are_computed_in_float32():
     x = 1000 + torch.randn(1, 130, 8)
     plan = planned(ToMeSD(keep=0.3), x)
     assert isinstance(plan, IndexMerge)

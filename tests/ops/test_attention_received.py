@@ -10,7 +10,7 @@ from foveate.ops.attention_received import attention_received
 
 
 def received(queries, keys, *args, **options):
-    """Of the context, by a prompt whose rows are the last."""
+    """Attention received by the context, from a prompt in the last rows."""
     prompt, rows = queries.shape[1], keys.shape[1]
     return attention_received(queries, keys, torch.arange(rows - prompt, rows), *args, **options)[: rows - prompt]
 

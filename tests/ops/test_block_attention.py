@@ -73,7 +73,7 @@ def test_every_dtype_stays_near_float64_and_keeps_its_dtype(dtype, tolerance):
         assert (got_grad - grad).norm() < tolerance * grad.norm()
 
 
-def test_scatter_is_a_permutation_of_the_output_and_of_nothing_else():
+def test_scatter_permutes_the_output_only():
     table, place = random_table(4, (130, 200)), torch.randperm(330)
     q, k, v = qkv(330, 330)
     want, want_lse = block_attention(q, k, v, table, return_lse=True)
@@ -187,7 +187,7 @@ print(*((each - before) / q.nbytes for each in peaks))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.slow
-def test_memory_at_16896_tokens_stays_below_twice_that_of_inputs_and_outputs():
+def test_memory_at_16896_tokens_stays_below_twice_the_inputs_and_outputs():
     printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     forward, with_lse, backward = map(float, printed.split())
     assert forward - 1 < 2 * 4  # q, k, v and out; subtract out itself

@@ -22,7 +22,7 @@ sides = st.integers(1, 70)
 
 
 def steps(order, *shape):
-    """How far each step of `order` goes along every axis, as absolute values."""
+    """Absolute length of each step of `order` along every axis."""
     return torch.stack(torch.unravel_index(order, shape)).diff(dim=1).abs()
 
 

@@ -1,4 +1,4 @@
-"""Laws of facility location: greedy by its definition, near the best by brute force, the same however it is run."""
+"""Laws of facility location: greedy by its definition, near the best by brute force, the same in every run."""
 
 from itertools import combinations
 
@@ -24,7 +24,7 @@ def similarities(seed, *shape):
 
 
 def value(similarity, picks):
-    """The objective, as its formula says."""
+    """The objective by its formula."""
     return similarity[:, list(picks)].max(1).values.sum().item()
 
 
@@ -60,7 +60,7 @@ def test_sets_of_a_batch_are_independent_and_a_smaller_budget_is_a_prefix():
 
 
 @pytest.mark.parametrize("tokens", [2, 50, 300])
-def test_lazy_picks_are_the_same(tokens, monkeypatch):
+def test_lazy_picks_equal_the_picks_with_all_gains(tokens, monkeypatch):
     similarity = similarities(tokens, 2, tokens)
     want = facility_location(similarity, tokens // 2)
     monkeypatch.setattr(module, "LAZY_FROM", 1)
@@ -68,7 +68,7 @@ def test_lazy_picks_are_the_same(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("lazy_from", [1, 1000])
-def test_of_equal_gains_the_first_is_taken(lazy_from, monkeypatch):
+def test_ties_of_gains_go_to_the_first(lazy_from, monkeypatch):
     monkeypatch.setattr(module, "LAZY_FROM", lazy_from)
     twins = similarities(1, 6).repeat_interleave(2, 0).repeat_interleave(2, 1)
     picks = facility_location(twins, 6)
@@ -76,7 +76,7 @@ def test_of_equal_gains_the_first_is_taken(lazy_from, monkeypatch):
     assert facility_location(torch.ones(5, 5), 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_where_nothing_is_left_to_gain_tokens_come_by_index_and_few_gains_are_computed(monkeypatch):
+def test_without_gains_tokens_are_picked_by_index_and_few_gains_are_computed(monkeypatch):
     similarity = similarities(2, 9).clamp(min=0).repeat_interleave(12, 0).repeat_interleave(12, 1)
     want = facility_location(similarity, 100)
     monkeypatch.setattr(module, "LAZY_FROM", 1)
@@ -118,7 +118,7 @@ def test_impossible_budgets_and_shapes_are_refused(shape, budget, message):
 
 @settings(derandomize=True)  # of some thousand sets one has two gains at the edge of a tie
 @given(seed=st.integers(0, 2**31), items=st.integers(1, 120), refreshed=st.sampled_from((1, 4, 32)))
-def test_picks_from_embeddings_are_those_from_the_matrix(seed, items, refreshed):
+def test_picks_from_embeddings_equal_picks_from_the_matrix(seed, items, refreshed):
     embeddings = unit_rows(seed, items)
     similarity = (embeddings.double() @ embeddings.double().mT).clamp(min=0)
     with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +154,7 @@ def greedy(similarity, turns, bonus, classes, room):
     weight=st.sampled_from((0.0, 0.3)),
     dim=st.sampled_from((3, 40)),
 )
-def test_picks_are_those_of_the_definition_for_other_items_blocks_bonus_and_classes(seed, items, turns, weight, dim):
+def test_picks_follow_the_definition_with_separate_items_blocks_bonus_and_classes(seed, items, turns, weight, dim):
     turns = [block for run in turns for block in run]
     represented, candidates = unit_rows(seed, items, dim=dim), unit_rows(seed + 1, 97, dim=dim)
     candidates[60:70] = candidates[:10]
@@ -177,7 +177,7 @@ def test_a_round_makes_many_picks(monkeypatch):
 
 
 def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
-    """The matrix of all pairs has 2,000 columns; computing all gains for each pick makes it 100 times."""
+    """The matrix of all pairs has 2,000 columns; computing all gains for each pick would compute it 100 times."""
     embeddings = torch.nn.functional.normalize(
         unit_rows(0, 40, dim=32).repeat(50, 1) + 0.5 * unit_rows(1, 2000, dim=32), dim=1
     )
@@ -201,7 +201,7 @@ def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
 
 
 class Peak(TorchDispatchMode):
-    """The number of elements of the largest tensor that is made."""
+    """Records the number of elements of the largest result."""
 
     numbers = 0
 
@@ -237,7 +237,7 @@ def test_the_steps_of_a_round_never_wait_for_the_device(monkeypatch):
 
 
 class Waits(TorchDispatchMode):
-    """How often the CPU would need what a device computes: for a number, or for the shape of a result."""
+    """Counts the ops for which the CPU would wait for the device: for a number, or for the shape of a result."""
 
     number = 0
 

@@ -1,4 +1,4 @@
-"""Laws of hierarchical pooling and selection: means by true counts, picks equal to a search node by node."""
+"""Laws of hierarchical pooling and selection: means by true counts, picks equal to a search of every node."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ def plain(lists):
 
 
 def check(q, k, top_k, block, levels, real=None):
-    """Assert that every list equals that of a search, whatever padding holds, and every count that of the nodes."""
+    """Assert that lists equal a search, whatever padding holds, and that counts are the real tokens of the nodes."""
     given = (q, k) if real is None else (x.masked_fill(~real[:, None, :, None], torch.nan) for x in (q, k))
     selection = select_blocks(*given, top_k=top_k, block_size=block, levels=levels, key_padding_mask=real)
     assert selection[2:] == (q.shape[2], block, top_k, real is None)
@@ -120,7 +120,7 @@ def test_a_nan_key_is_picked_so_that_it_propagates():
     assert (lists == 333 // 16).any(-1).all()
 
 
-def test_pieces_of_any_size_pick_the_same(monkeypatch):
+def test_pieces_of_any_size_give_the_same_picks(monkeypatch):
     q, k = qk(11, 2, 2, 1500, 32)
     want = select_blocks(q, k, levels=2)
     monkeypatch.setattr("foveate.ops.hierarchical_pooling.AT_ONCE", 1)

@@ -1,4 +1,4 @@
-"""Laws of log-linear attention: equal to float64 attention over the keys that the definition makes visible."""
+"""Laws of log-linear attention: equal to float64 attention over the visible keys of the definition."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def constant_blocks(seed, tokens, run):
 
 
 def gradients(out, lse, inputs, lse_too=True):
-    """Gradients of a fixed random loss; rows that see nothing have no LSE to differentiate."""
+    """Gradients of a fixed random loss; rows without keys have no LSE to differentiate."""
     generator = torch.Generator().manual_seed(0)
     loss = (out.double() * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum()
     if lse_too:
@@ -257,11 +257,11 @@ def test_a_selection_works_with_other_padding(enrich):
     for real in (padding(2, 2, 300, 0.03), None):
         got = log_linear_attention(*inputs, top_k=2, selection=selection, enrich=enrich, key_padding_mask=real)
         compare(got, log_linear(*inputs, selection, enrich=2 * enrich, real=real), inputs)
-        if real is not None and not enrich:  # some real tokens see no real token
+        if real is not None and not enrich:  # some real tokens have no real keys
             assert (got.lse == -torch.inf)[real[:, None].expand_as(got.lse)].any()
 
 
-def test_a_block_that_every_block_picks_is_right():
+def test_a_block_picked_by_every_block_equals_the_definition():
     q, k, v = qkv(20, 1000)
     selection = select_blocks(q, k, top_k=1, levels=2)
     selection = selection._replace(lists=tuple(torch.zeros_like(lists) for lists in selection.lists))
@@ -270,7 +270,7 @@ def test_a_block_that_every_block_picks_is_right():
 
 
 @pytest.mark.parametrize("at_once", [1, 10**5])
-def test_pieces_of_any_size_give_the_same(at_once, monkeypatch):
+def test_pieces_of_any_size_give_the_same_result(at_once, monkeypatch):
     inputs = qkv(21, 1500, batch=2)
     want = log_linear_attention(*inputs, levels=2)
     monkeypatch.setattr("foveate.ops.picked_attention.AT_ONCE", at_once)
@@ -364,7 +364,7 @@ for tokens in (1000, 16384, 65536):
 def test_memory_of_a_training_step_is_linear():
     printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     _, short, long = map(float, printed.split())
-    assert short < 24  # times that of q, including three gradients
+    assert short < 24  # times the memory of q, including three gradients
     assert long < 14
 
 
@@ -400,7 +400,7 @@ def test_mismatched_inputs_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "message"),
+    ("made", "used", "message"),
     [
         ((1, 2, 101, 32), {}, "tokens=101 not 100"),
         ((2, 3, 100, 32), {}, "batch=2 not 1, heads=3 not 2"),
@@ -409,10 +409,10 @@ def test_mismatched_inputs_are_refused(change, message):
         ((1, 2, 100, 32), {"levels": 2}, "levels=1 not 2"),
     ],
 )
-def test_a_selection_for_another_call_is_refused(made, asked, message):
+def test_a_selection_for_another_call_is_refused(made, used, message):
     other, inputs = torch.zeros(made), torch.zeros(1, 2, 100, 32)
     with pytest.raises(ValueError, match=f"made for {message}.* again"):
-        log_linear_attention(inputs, inputs, inputs, selection=select_blocks(other, other), **asked)
+        log_linear_attention(inputs, inputs, inputs, selection=select_blocks(other, other), **used)
 
 
 def test_more_picks_than_kernels_can_read_run_on_the_portable_path(monkeypatch):

@@ -1,4 +1,4 @@
-"""Laws of row attention: each row equals that of causal float64 attention under a dense mask."""
+"""Laws of row attention: each row equals causal float64 attention under a dense mask."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from foveate.ops.row_attention import row_attention
 
 
 def definition(q, k, v, rows, scale, window=None, sinks=None):
-    """By a dense mask; a sink is one more key, of zeros with this logit."""
+    """Attention by a dense mask; a sink is one more key, of zeros with this logit."""
     share, (batch, heads, chosen, _) = q.shape[1] // k.shape[1], q.shape
     distance = rows[..., None] - torch.arange(k.shape[2])
     mask = ((distance >= 0) & (distance < (window or 99))).expand(batch, chosen, -1)[:, None]

@@ -1,4 +1,4 @@
-"""Laws of soft assignment: facility location by cosine, a softmax over the picks, and its row-normalised twin."""
+"""Laws of soft assignment: facility location by cosine, a softmax over the picks, and its row-normalised form."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_tokens_are_compared_by_their_cosine_and_picks_ascend():
     torch.testing.assert_close(soft_assignment(scaled, 7, 20.0), soft_assignment(tokens.double(), 7, 20.0))
 
 
-def test_every_token_is_given_whole_and_a_merged_one_is_a_mean():
+def test_unmerge_weights_of_a_token_sum_to_one_and_merged_tokens_are_means():
     tokens = torch.randn(2, 16, 5)
     given = torch.tensor([[1, 5], [0, 15]])
     picks, gather, spread = soft_assignment(tokens, 2, 3.0, given)
@@ -28,6 +28,6 @@ def test_every_token_is_given_whole_and_a_merged_one_is_a_mean():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_cannot_be_picked_is_refused():
+def test_impossible_budgets_are_refused():
     with pytest.raises(ValueError, match="1 to 30 of 30 tokens, not 31"):
         soft_assignment(torch.randn(30, 5), 31, 1.0)

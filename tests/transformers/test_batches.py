@@ -1,4 +1,4 @@
-"""Laws of batches: contexts and prompts of any lengths, together, give what each gives alone."""
+"""Laws of batches: contexts and prompts of any lengths give the same results together as alone."""
 
 from itertools import product
 from threading import Thread
@@ -76,7 +76,7 @@ def test_sliding_windows_are_exact_in_a_padded_batch(family, config):
 
 
 def alone(contexts, method, prompts, **options):
-    """The answers of one prompt at a time."""
+    """Answers to one prompt at a time."""
     texts = []
     for context, prompt in zip(contexts, prompts, strict=True):
         with context.patch(method, prompt) as patched:
@@ -87,7 +87,7 @@ def alone(contexts, method, prompts, **options):
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mixtral", "gemma3", "gpt_oss"))]
 )
-def test_answers_of_a_batch_are_those_of_single_questions(family):
+def test_answers_of_a_batch_equal_answers_to_single_questions(family):
     ours = encoder(family)
     pairs = list(product(contexts_of(ours), PROMPTS))
     contexts, prompts = zip(*pairs, strict=True)
@@ -104,14 +104,14 @@ OPTIONS = [{"repetition_penalty": 5.0}, {"num_beams": 2, "eos_token_id": [5, 9],
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
-def test_texts_that_end_early_penalties_and_beams_are_those_of_single_questions(options):
+def test_early_ends_penalties_and_beams_equal_single_questions(options):
     ours = encoder()
     contexts = contexts_of(ours)
     together = answers(contexts, InfoFlowKV(recompute=0.4), PROMPTS, max_new_tokens=6, **options)
     assert together == alone(contexts, InfoFlowKV(recompute=0.4), PROMPTS, max_new_tokens=6, **options)
 
 
-def test_beams_of_recomputed_contexts_are_those_of_the_full_prefill():
+def test_beams_of_recomputed_contexts_equal_the_full_prefill():
     ours = encoder("qwen3", "yarn")
     contexts = contexts_of(ours)
     ids = [torch.cat([context.ids, ours.tokens(prompt)]) for context, prompt in zip(contexts, PROMPTS, strict=True)]
@@ -122,7 +122,7 @@ def test_beams_of_recomputed_contexts_are_those_of_the_full_prefill():
     assert len(full) == 9
 
 
-def test_several_texts_of_a_prompt_are_drawn_from_its_context():
+def test_several_texts_of_a_prompt_are_sampled_from_its_context():
     ours = encoder()
     contexts = contexts_of(ours)
     options = {"num_return_sequences": 5, "do_sample": True, "max_new_tokens": 6}
@@ -139,7 +139,7 @@ def test_long_answers_of_a_batch_make_room():
     assert patched.generate(max_new_tokens=240) == alone(contexts, NoRecompute(), PROMPTS[:2], max_new_tokens=240)
 
 
-def test_threads_that_ask_batches_of_the_same_contexts_get_the_answers_of_one_thread():
+def test_threads_with_batches_of_the_same_contexts_get_the_answers_of_one_thread():
     contexts, found = contexts_of(encoder("qwen3", dtype=torch.float32)), {}
 
     def ask(thread):

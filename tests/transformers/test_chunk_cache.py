@@ -19,7 +19,7 @@ from foveate.transformers.fingerprint import checksum
 
 @pytest.mark.parametrize(("family", "rope"), PAIRS)
 def test_rotated_keys_equal_keys_computed_at_the_position(family, rope):
-    """To the precision of the models' angles, which are float32 in every dtype."""
+    """Equal to the precision of the models' angles, which are float32 in every dtype."""
     ours = encoder(family, rope)
     chunks = ours.encode([DOCUMENTS[1], DOCUMENTS[2]])
     positions = torch.cat([torch.arange(7), torch.arange(30, 39)])  # prefix and first chunk; second chunk, far away
@@ -123,7 +123,7 @@ def change_one_weight(model):
     model.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-9
 
 
-# each: the entry of the fingerprint, and two changes of a model that must differ in it
+# each: an entry of the fingerprint, and two changes of a model for which it must differ
 CHANGES = {
     "one weight": ("weights", lambda model: None, change_one_weight),
     "rounded frequencies": ("weights", lambda model: None, lambda model: model.model.rotary_emb.bfloat16().double()),
@@ -148,7 +148,7 @@ def test_a_checksum_depends_on_the_order():
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 23, 2**21 + 3])
-def test_a_checksum_is_that_of_the_bytes_wherever_they_are_and_notices_every_change(size):
+def test_a_checksum_depends_on_the_bytes_only_and_notices_every_change(size):
     whole = torch.randint(0, 256, (size + 1,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     part = whole[1:]  # not aligned
     assert checksum(part) == checksum(part.clone())
@@ -187,7 +187,7 @@ def flipped(tensor, place):
     return bits.view(tensor.dtype)
 
 
-# each makes the content of a file from that of a chunk's file, its tensors and its header
+# each makes the content of a file from the content, tensors and header of a chunk's file
 DAMAGES = {
     "truncated": lambda whole, tensors, header: whole[:-100],
     "header only": lambda whole, tensors, header: whole[:50],

@@ -40,7 +40,7 @@ def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
 
 
 @given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
-def test_passages_with_their_empty_line_are_as_short_as_required(text, most):
+def test_passages_with_their_empty_line_fit_the_limit(text, most):
     passages = split_documents({"a.txt": text}, most, len)
     assert all(len(passage.text) <= most for passage in passages)
     assert "".join("".join(passage.text.split()) for passage in passages) == "".join(text.split())

@@ -155,7 +155,7 @@ def test_tensors_arrays_and_lists_are_equivalent(tmp_path):
         (POOL, SUB, None),
     ],
 )
-def test_stale_blocks_are_refused(embeddings, sub, labels, tmp_path):
+def test_blocks_of_other_inputs_are_refused(embeddings, sub, labels, tmp_path):
     path = tmp_path / "blocks.jsonl"
     write_blocks(path, SUB.partition(POOL), POOL, SUB, labels="aabb")
     assert read_blocks(path, POOL, SUB, labels="aabb")

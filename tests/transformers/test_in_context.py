@@ -167,28 +167,30 @@ def test_bad_blocks_questions_and_weights_are_refused():
 
 
 TEXTS = [["w1 w2", "w3"], ["w4 w5 w6"]]
-ASKED, CHOICES = "w7 w8", ["w9", "w10 w11", "w12"]
+QUESTION_TEXT, CHOICES = "w7 w8", ["w9", "w10 w11", "w12"]
 
 
-def test_texts_are_scored_as_their_tokens_and_blocks_are_weighted():
+def test_texts_are_scored_like_their_tokens_and_blocks_are_weighted():
     model, ids = language_model(), lambda text: tokenizer()(text, add_special_tokens=False).input_ids
     blocks, answers = [[ids(text) for text in block] for block in TEXTS], list(map(ids, CHOICES))
-    whole = prompt_with(model, tokenizer(), TEXTS, "concatenate").probabilities(ASKED, CHOICES, torch.ones(2))
-    assert torch.allclose(whole, plain(model, blocks, ids(ASKED), answers, [0]).exp())
-    mixed = prompt_with(model, tokenizer(), TEXTS, "ensemble").probabilities(ASKED, CHOICES, torch.tensor([1.0, 3.0]))
-    first, second = (plain(model, [block], ids(ASKED), answers, [0]).exp() for block in blocks)
+    whole = prompt_with(model, tokenizer(), TEXTS, "concatenate").probabilities(QUESTION_TEXT, CHOICES, torch.ones(2))
+    assert torch.allclose(whole, plain(model, blocks, ids(QUESTION_TEXT), answers, [0]).exp())
+    mixed = prompt_with(model, tokenizer(), TEXTS, "ensemble").probabilities(
+        QUESTION_TEXT, CHOICES, torch.tensor([1.0, 3.0])
+    )
+    first, second = (plain(model, [block], ids(QUESTION_TEXT), answers, [0]).exp() for block in blocks)
     assert torch.allclose(mixed, 0.25 * first + 0.75 * second)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("host", ["concatenate", "ensemble", "parallel_windows"])
-def test_one_block_generates_the_text_of_the_model(host, seed):
+def test_one_block_generates_the_same_text_as_the_model(host, seed):
     model = language_model(seed=seed)
     model.generation_config.eos_token_id = 1  # the first token of the model with seed 0
     reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], host)
     ids = torch.tensor([[0, *tokenizer()("w1 w2 w3 w7 w8", add_special_tokens=False).input_ids]])
     want = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
-    assert reader.generate(ASKED, 5) == tokenizer().decode(want, skip_special_tokens=True).strip()
+    assert reader.generate(QUESTION_TEXT, 5) == tokenizer().decode(want, skip_special_tokens=True).strip()
     assert (want[0] == 1) == (seed == 0)
 
 
@@ -196,10 +198,10 @@ def test_one_block_generates_the_text_of_the_model(host, seed):
 def test_an_answer_ends_at_every_end_token_of_the_model(ends):
     model = language_model(seed=2)
     reader = prompt_with(model, tokenizer(), [["w1 w2", "w3"]], "concatenate")
-    whole = reader.generate(ASKED, 5).split()
+    whole = reader.generate(QUESTION_TEXT, 5).split()
     (end,) = tokenizer()(whole[1], add_special_tokens=False).input_ids
     model.generation_config.eos_token_id = end if ends == "one" else [1, end]
-    assert reader.generate(ASKED, 5).split() == whole[:1]
+    assert reader.generate(QUESTION_TEXT, 5).split() == whole[:1]
 
 
 class Lines:
@@ -216,8 +218,8 @@ class Lines:
 
 def test_an_answer_ends_with_its_line():
     reader = prompt_with(language_model(seed=2), tokenizer(), [["w1 w2"]], "concatenate")
-    assert len(reader.generate(ASKED, 5).split()) == 5
-    answer = reader._replace(tokenizer=Lines()).generate(ASKED, 5)
+    assert len(reader.generate(QUESTION_TEXT, 5).split()) == 5
+    answer = reader._replace(tokenizer=Lines()).generate(QUESTION_TEXT, 5)
     assert answer.isdigit()
 
 

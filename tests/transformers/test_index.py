@@ -27,10 +27,12 @@ TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Number of tokens of each passage that the test encodes."""
-    seen, original = [], ChunkEncoder._encode
-    monkeypatch.setattr(ChunkEncoder, "_encode", lambda self, ids: (seen.append(ids.shape[1]), original(self, ids))[1])
-    return seen
+    """Numbers of tokens of the passages encoded in the test."""
+    lengths, original = [], ChunkEncoder._encode
+    monkeypatch.setattr(
+        ChunkEncoder, "_encode", lambda self, ids: (lengths.append(ids.shape[1]), original(self, ids))[1]
+    )
+    return lengths
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -47,7 +49,7 @@ def chunks_of(folder):
 
 
 def assert_right(index, chunks=None):
-    """All chunks that an index loads, or these, are those of its passages."""
+    """Assert that all chunks loaded by an index, or these chunks, belong to its passages."""
     for passage, chunk in enumerate(chunks or index.load(range(len(index.passages)))):
         (want,) = index.encoder.encode([index.ids[passage]])
         assert torch.equal(chunk.ids, want.ids)
@@ -105,7 +107,7 @@ def test_documents_are_added_and_removed_one_by_one(place, encoded):
     assert [passage.name for passage in two.passages] == ["b", "c"]
     assert two.build() == BuildReport(encoded=1, found=1, removed=1, left=0)  # c has the chunk of a
     assert sorted(encoded) == [5, 7, 9]
-    assert_right(one)  # numbers stay what they were
+    assert_right(one)  # numbers do not change
     with pytest.raises(ValueError, match="has no document a: it has b, c"):
         remove_documents(place, ["b", "a"])
     remove_documents(place, ["b"])
@@ -113,7 +115,7 @@ def test_documents_are_added_and_removed_one_by_one(place, encoded):
     assert_right(two.refresh())
 
 
-def test_documents_whose_file_names_would_be_equal_stay_apart(tmp_path):
+def test_documents_with_similar_names_have_separate_files(tmp_path):
     names = ["a b.txt", "a-b.txt", "A b.txt", "x" * 80 + "1", "x" * 80 + "2", "🍎", "🍐", "../up.txt"]
     index = index_documents(tmp_path / "index", encoder(), dict(zip(names, [*DOCUMENTS, *DOCUMENTS], strict=True)))
     assert sorted(index.documents) == sorted(names)
@@ -141,7 +143,7 @@ def test_documents_that_the_model_cannot_take_are_listed_together_and_skipped(pl
         assert any(message in reason for reason in index.skipped)
 
 
-def test_a_passage_that_is_not_there_is_added(tmp_path):
+def test_an_unknown_passage_is_added(tmp_path):
     index = index_documents(tmp_path, encoder(), TEXTS)
     assert index.number(Passage("again", DOCUMENTS[2] + "\n")) == 2
     assert index.number(Passage("new", "w1 w2")) == index.number(Passage("newer", "w1 w2")) == 4
@@ -164,12 +166,12 @@ def test_a_chunk_stays_in_memory_as_long_as_there_is_room(tmp_path):
     index.build()
     (first,) = index.load([0])
     assert index.load([0, 2])[0] is first
-    assert index.load([1]) != index.load([2])  # only those of the last call stay
+    assert index.load([1]) != index.load([2])  # only chunks of the last call stay
     sizes = [chunk.nbytes for chunk in index.load(range(4))]
     index = ChunkIndex(tmp_path, encoder(), max_memory=sizes[0] + sizes[2])
     one, two = *index.load([0]), *index.load([1])
     index.load([0])
-    (three,) = index.load([2])  # 1 has not been used for longest
+    (three,) = index.load([2])  # 1 is the least recently used
     assert index.load([0])[0] is one
     assert index.load([1])[0] is not two
     assert index.load([2])[0] is not three
@@ -190,7 +192,7 @@ def test_loaded_chunks_are_mapped_files_and_outlive_them(tmp_path):
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_disk_limit_is_kept_and_the_least_recently_used_chunk_goes_first(tmp_path):
+def test_the_disk_limit_is_kept_and_the_least_recently_used_chunk_is_removed_first(tmp_path):
     texts = {f"{i}": " ".join(["w3", "w4", f"w{i + 10}"] * 4) for i in range(6)}  # chunks of equal size
     whole = index_documents(tmp_path / "whole", encoder(), texts)
     whole.build()
@@ -250,7 +252,7 @@ def test_recomputing_all_rows_of_eight_bit_chunks_is_exact():
 
 
 @pytest.mark.slow
-def test_the_built_in_reader_answers_alike_from_eight_bit_chunks():
+def test_the_built_in_reader_gives_the_same_answers_from_eight_bit_chunks():
     ours = ChunkEncoder(*load_model(find("reader"), "cpu"))
     facts = draw_facts(12, 32, torch.Generator().manual_seed(1))
     divergences = []
@@ -353,7 +355,7 @@ def test_threads_load_what_one_thread_loads_while_documents_come_and_go(tmp_path
 
 
 def many(version=0):
-    """40 documents, 8 of which are other ones in each version."""
+    """40 documents, 8 of which differ between versions."""
     texts = {f"{i:02}": " ".join(f"w{(i * 7 + j * j) % 50 + 1}" for j in range(20)) for i in range(40)}
     return texts | {f"{(version * 8 + i) % 40:02}": f"w{version} w{i + 1}" for i in range(8 if version else 0)}
 
@@ -362,16 +364,16 @@ def build(folder, ours, version=0):
     return index_documents(folder, ours, many(version)).build()
 
 
-def build_and_tell(folder, ours, told):
-    told.write_text(str(build(folder, ours).encoded))
+def build_and_report(folder, ours, path):
+    path.write_text(str(build(folder, ours).encoded))
 
 
 def test_processes_that_build_one_index_at_once_divide_the_work(tmp_path):
-    ours, told = encoder(), [tmp_path / f"{i}.told" for i in range(3)]
-    children = [processes.fork(build_and_tell, tmp_path / "index", ours, path) for path in told]
+    ours, reports = encoder(), [tmp_path / f"{i}.report" for i in range(3)]
+    children = [processes.fork(build_and_report, tmp_path / "index", ours, path) for path in reports]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    counts = [int(path.read_text()) for path in told]
-    assert 40 <= sum(counts) < 60  # two may encode the same one at the same moment
+    counts = [int(path.read_text()) for path in reports]
+    assert 40 <= sum(counts) < 60  # two processes may encode the same chunk at the same time
     index = ChunkIndex(tmp_path / "index", ours)
     assert index.build() == BuildReport(encoded=0, found=40, removed=0, left=0)
     assert_right(index)
@@ -394,7 +396,7 @@ def test_processes_that_build_one_index_at_once_keep_its_limit(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_processes_lose_and_spoil_nothing(tmp_path):
+def test_killed_processes_lose_and_damage_nothing(tmp_path):
     ours, draw, encoded = encoder(), random.Random(0), 0
 
     def files():

@@ -1,4 +1,4 @@
-"""Laws of prompts that begin with passages of an index: which ones, and with which rows."""
+"""Laws of prompts that begin with passages of an index: how they are matched, and their rows."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def known(index, passages, question="w20 w21 w22"):
 
 
 @given(st.lists(st.sampled_from([[1, 2], [3], [4, 4, 4, 4]]), min_size=1, max_size=3))
-def test_passages_are_found_in_any_order_and_the_question_is_left(passages):
+def test_passages_are_found_in_any_order_and_the_question_remains(passages):
     matcher = PromptMatcher(PREFIX, [[1, 2], [3], [4, 4, 4, 4]], longest=16)
     ids = PREFIX + [token for passage in passages for token in passage]
     prompt = matcher.match([*ids, 8])
@@ -52,12 +52,12 @@ def test_the_last_token_belongs_to_the_question(matcher):
 
 
 @pytest.mark.parametrize("ids", [[], [0], [0, 1, 2, 7], [*PREFIX, 7, 3, 7], [*PREFIX, 1, 7], [*PREFIX, *[3] * 15]])
-def test_other_prompts_are_not_known(matcher, ids):
+def test_prompts_without_passages_do_not_match(matcher, ids):
     assert matcher.match(ids) is None
 
 
 @pytest.mark.parametrize("method", [EPIC(), CacheBlend(recompute=0.4), InfoFlowKV(recompute=0.4), NoRecompute()])
-def test_rows_are_those_of_the_context(index, method):
+def test_rows_equal_the_rows_of_the_context(index, method):
     keys, values = known(index, [2, 0, 3]).compose(index, method)
     context = index.encoder.compose(index.load([2, 0, 3]))
     with context.patch(method, "w20 w21 w22") as patched:
@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_context(index, method):
 
 
 @pytest.mark.parametrize("method", [EPIC(recompute=1.0), InfoFlowKV(recompute=1.0), FullPrefill()])
-def test_recomputing_all_rows_gives_those_of_the_model(index, method):
+def test_recomputing_all_rows_gives_the_rows_of_the_model(index, method):
     prompt = known(index, [1, 2])
     with torch.no_grad():
         cache = index.encoder.model(torch.tensor([prompt.ids[: prompt.rows]])).past_key_values
@@ -83,7 +83,7 @@ def test_a_passage_that_the_index_lacks_is_an_error(index):
         other.compose(index, EPIC())
 
 
-def test_prompts_share_rows_only_if_these_are_equal(index):
+def test_prompts_share_only_equal_rows(index):
     prompts = [known(index, [2, 0]), known(index, [2, 0], "w1"), known(index, [2]), known(index, [0, 2])]
     epic, other, ours = (
         [prompt.salt(method) for prompt in prompts] for method in (EPIC(), EPIC(recompute=0.3), InfoFlowKV())
@@ -93,7 +93,7 @@ def test_prompts_share_rows_only_if_these_are_equal(index):
 
 
 @given(st.permutations(range(5)), st.integers(1, 4), st.data())
-def test_rows_are_found_where_the_block_table_says(blocks, size, data):
+def test_rows_are_in_the_slots_of_the_block_table(blocks, size, data):
     count = data.draw(st.integers(1, 5 * size))
     start = data.draw(st.integers(0, count - 1))
     cache = torch.full((5, size), -1)

@@ -33,7 +33,7 @@ def composed(ours, documents=DOCUMENTS):
 
 
 def copies(context):
-    """Of a context, or of a patched one: the keys and then the values of each layer."""
+    """Keys, then values, of each layer of a context or a patched context."""
     layers = context.cache().layers
     return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
 
@@ -87,15 +87,15 @@ def test_the_full_prefill_gives_the_answer_of_the_model_alone():
 
 
 @pytest.mark.parametrize("own", [{}, {"use_cache": False}, {"return_dict_in_generate": True}], ids=repr)
-@pytest.mark.parametrize("asked", [{}, {"use_cache": False}], ids=repr)
-def test_generation_configs_about_the_cache_do_not_change_the_answer(own, asked):
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=repr)
+def test_generation_configs_about_the_cache_do_not_change_the_answer(own, options):
     ours = encoder()
     context = composed(ours)
     full = ours.generate([torch.cat([context.ids, ours.tokens(PROMPTS[1])])], max_new_tokens=12)[0]
     ours.model.generation_config.update(**own)
     with context.patch(InfoFlowKV(recompute=1.0), PROMPTS[1]) as patched:
-        assert patched.generate(max_new_tokens=12, **asked) == full
-    assert ours.generate([torch.cat([context.ids, ours.tokens(PROMPTS[1])])], max_new_tokens=12, **asked)[0] == full
+        assert patched.generate(max_new_tokens=12, **options) == full
+    assert ours.generate([torch.cat([context.ids, ours.tokens(PROMPTS[1])])], max_new_tokens=12, **options)[0] == full
 
 
 def test_options_that_a_context_does_not_support_are_refused():
@@ -184,7 +184,7 @@ def test_the_order_of_rows_and_the_slices_do_not_matter(implementation, monkeypa
     ],
 )
 def test_scores_are_the_attention_weights_of_the_model(family, norm, geometry):
-    """The model's own attention weights, of a forward whose context is the composed cache."""
+    """Compared with the attention weights of the model, in a forward pass over the composed cache."""
     ours = encoder(family, "yarn", attn_implementation="eager")
     context, layers = composed(ours), (1, 2)
     before = copies(context)
@@ -203,7 +203,7 @@ def test_scores_are_the_attention_weights_of_the_model(family, norm, geometry):
 
 
 class Watching(RecomputePolicy):
-    """A policy that keeps the deviations that it is told, and recomputes nothing."""
+    """A policy that records the deviations, and recomputes nothing."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -226,7 +226,7 @@ def test_kv_deviation_is_the_change_of_layer_1_in_a_full_prefill():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_patch_leaves_the_context_as_it_is(method):
+def test_a_patch_does_not_change_the_context(method):
     context = composed(encoder())
     before, ids = copies(context), context.ids.clone()
     with context.patch(method, PROMPTS[1]) as patched:
@@ -241,7 +241,7 @@ def test_a_patch_leaves_the_context_as_it_is(method):
         patched.generate()
 
 
-def test_rows_may_be_chosen_by_the_bare_question():
+def test_rows_may_be_chosen_by_the_question_alone():
     context = composed(encoder())
     method = InfoFlowKV(recompute=0.3)
     rows = []
@@ -255,7 +255,7 @@ def test_rows_may_be_chosen_by_the_bare_question():
         context.patch(method, PROMPTS[1], question="")
 
 
-def test_patches_of_one_context_do_not_know_each_other():
+def test_patches_of_one_context_are_independent():
     context = composed(encoder())
     questions = [(method, prompt) for method in METHODS for prompt in PROMPTS]
     alone = []
@@ -268,7 +268,7 @@ def test_patches_of_one_context_do_not_know_each_other():
         assert same([*copies(patched), patched.logits()], [*rows, logits])
 
 
-def test_a_patch_answers_until_it_is_closed():
+def test_a_patch_generates_until_it_is_closed():
     context = composed(encoder())
     patched = context.patch(FullPrefill(), PROMPTS[0])
     rows = patched.cache()
@@ -361,7 +361,7 @@ def test_threads_capture_only_the_keys_of_their_own_forward_pass():
         other.join()
         assert not taken
         ours.encode([DOCUMENTS[1]])
-    assert not taken  # it captured its own
+    assert not taken  # `encode` captures separately
 
 
 def test_long_documents_are_encoded_in_parts_as_in_one(monkeypatch):
@@ -372,7 +372,7 @@ def test_long_documents_are_encoded_in_parts_as_in_one(monkeypatch):
         assert_near([a.keys, a.values], [b.keys, b.values], 1e-12)
 
 
-def test_fidelity_is_the_divergence_from_the_full_prefill_of_every_token_of_the_prompt():
+def test_fidelity_is_the_mean_divergence_from_the_full_prefill_over_the_prompt():
     context = composed(encoder("qwen2"))
     with context.patch(InfoFlowKV(recompute=0.2), PROMPTS[1]) as patched:
         p = full_logits(context.lm, context, PROMPTS[1]).softmax(-1)

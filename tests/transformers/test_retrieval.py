@@ -1,4 +1,4 @@
-"""Laws of retrieval: BM25 finds what shares words, and passages come from any of the known libraries."""
+"""Laws of retrieval: BM25 finds texts that share words, and passages come from any supported library."""
 
 import sys
 from math import log
@@ -23,8 +23,8 @@ NEW = "w40 w41 w42"
 @given(st.lists(TEXT, min_size=1, max_size=6), TEXT)
 def test_exactly_the_texts_that_share_a_word_are_found(texts, question):
     bags = [set(text.replace(",", " ").split()) for text in texts]
-    asked = set(question.replace(",", " ").split())
-    assert set(bm25(tuple(texts))(question)) == {i for i, bag in enumerate(bags) if bag & asked}
+    words = set(question.replace(",", " ").split())
+    assert set(bm25(tuple(texts))(question)) == {i for i, bag in enumerate(bags) if bag & words}
 
 
 def test_texts_are_ranked_by_bm25():
@@ -39,14 +39,14 @@ def test_texts_are_ranked_by_bm25():
     assert bm25(texts)("who?") == bm25(texts)("") == bm25(("!",))("x") == []
 
 
-def test_a_text_that_has_all_words_is_found_however_common_short_or_written_they_are():
+def test_a_text_with_all_words_is_found_whatever_their_frequency_length_and_spelling():
     texts = "It is who we are.", "C and D", "Cafe\u0301 Stra\u00dfe", "\u706f\u5854\u5efa\u4e8e1871\u5e74\u3002"
     for i, question in enumerate(["who is it?", "c d", "CAF\u00c9 STRASSE", "\u706f\u5854"]):
         assert bm25(texts)(question) == [i]
 
 
-def test_meaning_is_that_of_sentence_transformers(monkeypatch):
-    """Its models cannot be downloaded here: a stand-in that maps a text to the directions of its letters."""
+def test_by_meaning_ranks_by_cosine_of_sentence_transformers(monkeypatch):
+    """Its models cannot be downloaded here: a fake model counts the letters of a text."""
 
     class SentenceTransformer:
         def __init__(self, name):
@@ -70,7 +70,7 @@ def index(tmp_path):
 
 
 def read(index, passages, **options):
-    """The numbers of the passages of an answer."""
+    """Numbers of the passages of an answer."""
     return ask(
         index, "w3", {"none": NoRecompute()}, prompt="{question}", passages=passages, max_new_tokens=2, **options
     ).passages
@@ -101,7 +101,7 @@ def test_numbers_and_texts_are_read_in_the_given_order_and_new_texts_join_the_in
         (["w1 " * 128], "w1 w1 .* with its prefix: 130 tokens, but the model takes at most 128"),
     ],
 )
-def test_what_is_no_passage_is_named(index, passages, message):
+def test_invalid_passages_are_named_in_the_error(index, passages, message):
     with pytest.raises(ValueError, match=message):
         read(index, passages)
 
@@ -149,7 +149,7 @@ def test_documents_and_retrievers_of_haystack(index):
     assert index.passages[4].name == "new.pdf"
 
 
-def test_a_text_without_a_name_is_called_by_its_first_words():
+def test_a_text_without_a_name_is_named_by_its_first_words():
     assert passage_of("One two three four five six seven eight nine ten.\n") == (
         "One two three four five six seven ...", "One two three four five six seven eight nine ten.\n\n"
     )  # fmt: skip
