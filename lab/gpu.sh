@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Measures the numbers of the docs that need a GPU, part by part; minutes on an H200 in brackets.
+# Measure the numbers of the docs that need a GPU, part by part; minutes on an H200 in brackets.
 #
 #   bash lab/gpu.sh                     # all of them, one after another
 #   CUDA_VISIBLE_DEVICES=1 COMMIT=abc1234 bash lab/gpu.sh sdxl merging
 #
-# Results go to lab/results. A part that was interrupted resumes from what it left in out/. COMMIT names the commit
-# where git cannot tell it.
+# Results go to lab/results. An interrupted part resumes from its files in out/. COMMIT names the commit if git cannot
+# tell it.
 set -u
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} # parts may run side by side
@@ -18,7 +18,7 @@ timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 profile() { timed $lab step-profile --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
-tests() { # [5; without extras of Foveate that are not installed, and without JAX, which would take the GPU's memory]
+tests() { # [5; skips extras of Foveate that are not installed, and JAX on the GPU, which would take all memory]
   JAX_PLATFORMS=cpu timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short --show-capture=no \
     --continue-on-collection-errors -W "ignore:os.fork" tests
 }
@@ -36,7 +36,7 @@ calls() { # [6]
 log_linear() { # [8]
   timed $lab log-linear --head-dim 64,128 "${results[@]}"
   timed $lab log-linear --backward "${results[@]}"
-  # a folder of its own, because the files have the same names
+  # a separate folder, because the files have the same names
   timed $lab log-linear --heads 8 --levels auto,2,3 --top-k 8,16 --inputs balanced,skewed --longest 0.1 \
     "${results[@]}" --out lab/results/log-linear-options
 }
@@ -134,7 +134,7 @@ ablations() { # [25]
     --only "${ONLY:-t16,t16-paper,t16-uniform,t16-rank4,t16-rank16,t16-still,t16-bare,t16-moore,t16-raster,clear}"
 }
 
-slide() { # [10, estimated: tiles that slide diagonally over the picture against tiles that slide along the curve]
+slide() { # [10, estimated: tiles that slide diagonally over the image against tiles that slide along the curve]
   timed python3 -m lab.quality.distilled --out out/slide --steps 500 --compile "${commit[@]}" \
     --only "${ONLY:-t16,t16-diagonal,t4,t4-diagonal}"
 }

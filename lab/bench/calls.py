@@ -72,9 +72,9 @@ def _heading(row: dict[str, Any]) -> str:
 
 
 def main(rounds: Rounds = 15, out: Out = Path("bench"), device: Device = "auto", commit: Commit = "") -> None:
-    """Time calls of block attention and log-linear attention as they are called, beside their CUDA graphs.
+    """Time calls of block attention and log-linear attention from Python, and their CUDA graphs.
 
-    "enqueued" is the processor's share: the time until Python returns.
+    "enqueued" is the CPU's share: the time until Python returns.
 
     python -m lab calls                  # a GPU: about 2 minutes
     """

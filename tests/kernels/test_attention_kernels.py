@@ -47,18 +47,18 @@ def test_output_and_every_gradient_equal_the_dense_mask(queries, keys, dim, dtyp
     want, want_lse = dense_attention(q, k, v, mask)
     place = torch.randperm(sum(queries)) if scattered else None
     got, lse = block_attention(q, k, v, table, dim**-0.5, True, place)
-    seen = want_lse.isfinite()
+    has_keys = want_lse.isfinite()
     assert (got.dtype, got.stride()) == (dtype, q.stride())
-    assert torch.equal(lse.isfinite(), seen)
+    assert torch.equal(lse.isfinite(), has_keys)
     got = got if place is None else got[:, :, place]
-    assert torch.equal(got[~seen], torch.zeros_like(got[~seen]))
-    if not seen.any():
+    assert torch.equal(got[~has_keys], torch.zeros_like(got[~has_keys]))
+    if not has_keys.any():
         return
     assert relative(got, want) < tolerance
-    assert relative(lse[seen], want_lse[seen]) < tolerance
+    assert relative(lse[has_keys], want_lse[has_keys]) < tolerance
     weight, lse_weight = torch.randn_like(want), torch.randn_like(want_lse)
-    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), (q, k, v))
-    loss = (got.double() * weight).sum() + (lse.double() * lse_weight)[seen].sum()
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[has_keys].sum(), (q, k, v))
+    loss = (got.double() * weight).sum() + (lse.double() * lse_weight)[has_keys].sum()
     for grad, other in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
         assert grad.dtype == dtype
         assert relative(grad, other) < tolerance

@@ -22,8 +22,8 @@ def definition(queries, keys, scale, norm):
     attention = torch.zeros(prompt, context, dtype=torch.float64)
     for head in range(heads):
         for i in range(prompt):
-            seen = keys[head * groups // heads, : context + i + 1].double()
-            attention[i] += (scale * seen @ queries[head, i].double()).softmax(0)[:context] / heads
+            visible = keys[head * groups // heads, : context + i + 1].double()
+            attention[i] += (scale * visible @ queries[head, i].double()).softmax(0)[:context] / heads
     return torch.linalg.vector_norm(attention, ord={"l2": 2, "l1": 1}[norm], dim=0)
 
 

@@ -29,12 +29,12 @@ def test_output_and_every_gradient_equal_the_dense_mask(runs, with_lse):
     got, lse = (
         block_attention(q, k, v, table, return_lse=True) if with_lse else (block_attention(q, k, v, table), None)
     )
-    weight, lse_weight, seen = torch.randn_like(want), torch.randn_like(want_lse), mask.any(1)
+    weight, lse_weight, has_keys = torch.randn_like(want), torch.randn_like(want_lse), mask.any(1)
 
     def gradients(out, lse):
         loss = (out * weight).sum()
         if with_lse:
-            loss = loss + (lse * lse_weight)[:, :, seen].sum()
+            loss = loss + (lse * lse_weight)[:, :, has_keys].sum()
         return torch.autograd.grad(loss, (q, k, v))
 
     torch.testing.assert_close(got, want)
@@ -61,10 +61,10 @@ def test_every_dtype_stays_near_float64_and_keeps_its_dtype(dtype, tolerance):
     want, want_lse = dense_attention(q, k, v, table.to_dense())
     got, lse = block_attention(q, k, v, table, return_lse=True)
     assert (got.dtype, lse.dtype) == (dtype, torch.float32)
-    seen = want_lse.isfinite()
+    has_keys = want_lse.isfinite()
     assert (got - want).norm() < tolerance * want.norm()
-    assert torch.equal(lse.isfinite(), seen)
-    assert (lse - want_lse)[seen].norm() < tolerance * want_lse[seen].norm()
+    assert torch.equal(lse.isfinite(), has_keys)
+    assert (lse - want_lse)[has_keys].norm() < tolerance * want_lse[has_keys].norm()
     assert (block_attention(q, k, v, table) - want).norm() < tolerance * want.norm()
     weight = torch.randn_like(want)
     got_grads = torch.autograd.grad((got.double() * weight).sum(), (q, k, v))

@@ -67,9 +67,9 @@ def test_pairs_count_the_visible_keys_of_the_definition(image, options):
     chosen = OPTIONS | options
     selection = select_blocks(q, q, top_k=chosen["top_k"], levels=chosen["levels"])
     enriched = selection.levels if chosen["enrich"] is True else int(chosen["enrich"])
-    seen = sum(int(log_linear_oracle.visible(selection, level)[0, 0, 0].sum()) for level in range(enriched + 1))
-    assert pattern.keys() == seen
-    assert pattern.pairs() == 5 * (5 + image) + image * (5 + seen)
+    keys = sum(int(log_linear_oracle.visible(selection, level)[0, 0, 0].sum()) for level in range(enriched + 1))
+    assert pattern.keys() == keys
+    assert pattern.pairs() == 5 * (5 + image) + image * (5 + keys)
     assert pattern.sparsity() == pytest.approx(1 - pattern.pairs() / (5 + image) ** 2)
 
 

@@ -1,7 +1,7 @@
 """InfoFlow KV: recompute the cached tokens through which information reaches the answer (arXiv 2603.05353).
 
 The chunks of a long context were computed separately, each from position 0. Put together, their keys have the wrong
-positions, and no chunk has seen another.
+positions, and no chunk has attended to another.
 
 1. Keys are rotated to their positions in the whole context; values stay.
 2. The score of a context token is the attention that it receives from the prompt over this stale cache.

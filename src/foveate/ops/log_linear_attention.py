@@ -175,10 +175,10 @@ def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> N
 def _check_selection(q: Tensor, selection: Selection, top_k: int, block_size: int, levels: int) -> None:
     finest = selection.lists[0]
     made = *finest.shape[:2], selection.tokens, selection.block_size, selection.top_k, selection.levels, finest.device
-    asked = *q.shape[:3], block_size, top_k, levels, q.device
-    if made != asked:
+    used = *q.shape[:3], block_size, top_k, levels, q.device
+    if made != used:
         names = "batch", "heads", "tokens", "block_size", "top_k", "levels", "device"
-        wrong = ", ".join(f"{n}={a} not {b}" for n, a, b in zip(names, made, asked, strict=True) if a != b)
+        wrong = ", ".join(f"{n}={a} not {b}" for n, a, b in zip(names, made, used, strict=True) if a != b)
         raise ValueError(f"the selection was made for {wrong}: pass it to a matching call, or select blocks again")
 
 

@@ -139,8 +139,8 @@ class Context:
             ValueError: If the prompt is empty or too long.
         """
         ids, watch = self._prompt(prompt), Stopwatch(self.lm.device)
-        asked = None if question is None else [self._prompt(question)]
-        patched = patch_batch([self], [ids], [method], questions=asked, watch=watch, room=ANSWER_ROWS)
+        questions = None if question is None else [self._prompt(question)]
+        patched = patch_batch([self], [ids], [method], questions=questions, watch=watch, room=ANSWER_ROWS)
         return Patched(patched, watch)
 
     def answers(self, method: RecomputePolicy, prompts: Sequence[Text], **options: Any) -> list[str]:

@@ -80,7 +80,7 @@ def split_documents(documents: Mapping[str, str], max_tokens: int, count: Callab
     """
     if max_tokens and (line := count(SEPARATOR)) >= max_tokens:
         raise ValueError(
-            f"passages of {max_tokens} tokens have no room for words beside an empty line: use {line + 1} or more"
+            f"passages of {max_tokens} tokens have no room for words and an empty line: use {line + 1} or more"
         )
     passages: list[Passage] = []
     for name, text in documents.items():

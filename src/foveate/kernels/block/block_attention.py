@@ -175,7 +175,7 @@ def _backward(
     _launch_deltas(out, grad_out, grad_lse, delta)
     config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
     _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan[:3], scale, config)
-    configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills registers with wide heads, and exceeds Blackwell
+    configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills wide heads, and exceeds Blackwell's limits
     config, plan = _planned(q, k, table, configs, tile_operands=2, transposed=True)
     _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan[:3], scale, config)
     return dq, dk, dv

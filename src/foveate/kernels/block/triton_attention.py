@@ -89,7 +89,7 @@ def forward(
     for step in tl.range(short, done, num_stages=1):
         first, end = tl.load(p_steps + 2 * step), tl.load(p_steps + 2 * step + 1)
         m, norm, out = _attend(m, norm, out, q, p_k, p_v, s_k, s_v, first, end, scale, BN // 2, D, BD, True)
-    norm = tl.where(norm > 0, norm, 1.0)  # rows without keys: zeros and an LSE of -inf
+    norm = tl.where(norm > 0, norm, 1.0)  # rows without keys get zeros and an LSE of -inf
     out = out / norm[:, None]
     o_m = row + tl.arange(0, BM)
     p_out += batch * s_ob + head * s_oh
@@ -169,7 +169,7 @@ def _key_step(
     q = _rows(p_q, s_q, first, end, BN, D, BD, MASK)
     o_n = first + tl.arange(0, BN)
     if MASK:
-        lse = tl.load(p_lse + o_n, mask=o_n < end, other=float("inf")) / LN2  # rows that do not exist get weight 0
+        lse = tl.load(p_lse + o_n, mask=o_n < end, other=float("inf")) / LN2  # rows past the end get weight 0
         delta = tl.load(p_delta + o_n, mask=o_n < end, other=0.0)
     else:
         lse, delta = tl.load(p_lse + o_n) / LN2, tl.load(p_delta + o_n)

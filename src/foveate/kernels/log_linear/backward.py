@@ -62,7 +62,7 @@ RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest num
 AT_ONCE = 128  # picks counted at once
 ALLOCATED = 32  # nodes that one program of `_allocate` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
-TOKENS, EXTRA = -1, -2  # kinds of keys beside the levels of nodes
+TOKENS, EXTRA = -1, -2  # kinds of keys other than the levels of nodes
 PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
 KEY_NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # not specialized at 1
 
@@ -94,7 +94,7 @@ def _backward_queries(
     g = rows_of(p_g, s_g, o_r, D, BD, INT64)
     out = rows_of(p_out + batch * s_outb + head * s_outh, s_out, o_r, D, BD, INT64)
     lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
-    lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows that see nothing have weight 0
+    lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows without keys have weight 0
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     if p_dlse is not None:
         delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)

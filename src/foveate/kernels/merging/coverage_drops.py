@@ -26,7 +26,7 @@ __all__ = ["BACKENDS", "coverage_drops"]
 
 CANDIDATES, ITEMS = 128, 256  # sides of a tile of similarities
 CHANNELS, WARPS, STAGES = 32, 8, 4
-GATHERED = 32  # items that a program gathers
+GATHERED = 32  # items gathered by a program
 HALF = torch.bfloat16  # float16 would flush small channels to zero
 NUMBERS = ("items", "candidates")  # not specialized when they equal 1
 _HALVES: WeakTensorCache[Tensor] = WeakTensorCache()

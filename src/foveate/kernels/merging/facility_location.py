@@ -12,7 +12,7 @@ from foveate.kernels.launch import Launch, gpu_op, launcher, padded_size
 __all__ = ["BACKENDS", "facility_location"]
 
 LARGEST = 1024  # tokens of a set
-AT_ONCE, WARPS = 8192, 16  # similarities that a program holds at once; its warps
+AT_ONCE, WARPS = 8192, 16  # similarities in a program at once, and its warps
 NEARLY = tl.constexpr(1e-5)  # as in the portable path
 
 

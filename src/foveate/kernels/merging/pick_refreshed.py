@@ -18,7 +18,7 @@ from foveate.kernels.launch import AMPERE, Launch, compute_capability, launcher,
 __all__ = ["BACKENDS", "pick_refreshed"]
 
 ITEMS, WARPS = 256, 8  # items of a program, and its warps
-PARTS = 128  # partial sums that are added at a time
+PARTS = 128  # partial sums added at a time
 LARGEST = 2**63 - 1
 NUMBERS = "items", "parts", "turns", "refreshed", "classes"  # not specialized when they equal 1
 

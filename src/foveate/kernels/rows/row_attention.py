@@ -63,7 +63,7 @@ def _attend(
         distance = at[:, None] - (first + tl.arange(0, BN))[None, :]
         scores = tl.where((distance >= 0) & ((distance < window) | (not WINDOW)), scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-    top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # a row may see no key of this step
+    top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # a row may have no visible key in this step
     p = tl.math.exp2(scores * scale - top[:, None])
     shrink = tl.math.exp2(m - top)
     v = _rows(p_v, s_v, first, end, BN, D, BD, MASK)
