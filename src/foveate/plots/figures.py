@@ -47,20 +47,22 @@ def draw_order(
     tile_map: Int[Tensor, "rows columns"] | None = None,
     moved: tuple[int, ...] = (0, 0),
 ) -> Figure:
-    """A figure of a curve through the cells of a grid, row 0 on top, over its tiles.
+    """Figure of a curve through the cells of a grid, over its tiles; row 0 is on top.
 
     Args:
         order: Raster index of the cell at each step of the curve.
         height: Rows of the grid.
         width: Columns of the grid.
         tile_map: Tile of each cell, -1 in the central region; None draws no tiles.
-        moved: Rows and columns by which the curve is moved over the grid, with wrap-around at the edges.
+        moved: Offset of the curve in rows and columns, with wrap-around at the edges.
 
     Raises:
         ValueError: If the order or the tile map does not fit the grid.
     """
     if len(order) != height * width:
-        raise ValueError(f"an order of {len(order)} cells does not fill a {height} x {width} grid: give its own sides")
+        raise ValueError(
+            f"an order of {len(order)} cells does not fill a {height} x {width} grid: give the sides of its grid"
+        )
     if tile_map is not None and tuple(tile_map.shape) != (height, width):
         raise ValueError(f"the tile map is {tuple(tile_map.shape)}: give one of the order's ({height}, {width}) grid")
     cell = 6.0 / max(height, width)  # inches
@@ -139,7 +141,7 @@ def draw_attention(image: Image.Image, weights: Float[Tensor, "rows columns"], t
 
 
 def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
-    """An image of a block table: rows are query blocks, columns key blocks; blue blocks are read.
+    """Image of a block table: rows are query blocks, columns key blocks; blue blocks are read.
 
     The empty blocks of a padded table are left out.
 
@@ -162,12 +164,12 @@ def draw_table(table: BlockTable, limit: int = 512) -> Image.Image:
 
 
 def strip(pictures: Sequence[Image.Image]) -> Image.Image:
-    """The images side by side in one."""
+    """One image with the given images side by side."""
     return pictures[0] if len(pictures) == 1 else Image.fromarray(np.hstack([np.asarray(one) for one in pictures]))
 
 
 def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figure:
-    """A figure of images in a grid: a row for each name, a column for each caption."""
+    """Figure with a grid of images: a row for each name, a column for each caption."""
     height, width = len(rows), len(captions)
     figure = Figure(figsize=(1.6 * width + 0.5, 1.6 * height + 0.8), layout="constrained")
     grid = figure.subplots(height, width, squeeze=False)
@@ -183,7 +185,7 @@ def draw_sheet(rows: dict[str, list[Image.Image]], captions: list[str]) -> Figur
 
 
 def draw_losses(losses: Sequence[float]) -> Figure:
-    """A figure of the loss of every training step, with a running mean over a twentieth of the steps."""
+    """Figure of the loss of every training step, with a running mean over a twentieth of the steps."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
     axes.plot(range(1, len(losses) + 1), losses, color=BLUE, linewidth=0.8, alpha=0.4)
@@ -194,7 +196,7 @@ def draw_losses(losses: Sequence[float]) -> Figure:
 
 
 def draw_coverage(reports: dict[str, list[Report]]) -> Figure:
-    """A figure of the coverage of a pool: worst block, mean block, all blocks together; averaged over the reports."""
+    """Bar chart of the coverage of a pool: worst block, mean block, all blocks together; mean over the reports."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot(ylabel="coverage of the pool", ylim=(0, 1), xticks=range(3))
     axes.set_xticklabels(["worst block", "mean block", "all blocks"])
@@ -215,7 +217,7 @@ def enlarged(image: Image.Image, width: int = 384) -> Image.Image:
 
 
 def figure_png(figure: Figure, dpi: int = 150) -> bytes:
-    """The figure as the content of a PNG file, with `dpi` pixels per inch."""
+    """Content of a PNG file of the figure, with `dpi` pixels per inch."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""The emoji as tensors, cut out of one image."""
+"""Emoji as tensors, cut out of one image."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ EMOJI: dict[str, str] = {
     name: character
     for character, _, name in (line.partition(" ") for line in find("emoji.txt").read_text("utf-8").splitlines())
 }
-"""The emoji by their names in captions, with article."""
+"""Emoji by their names in captions, with article."""
 OBJECT_NAMES = tuple(EMOJI)
 
 

@@ -37,7 +37,7 @@ class Relation(NamedTuple):
 
 
 def _read() -> tuple[list[str], list[Relation]]:
-    """Names and relations from words.txt, whose lines are "noun, two words: values"."""
+    """Person names and relations from words.txt, with lines "noun, two words: values"."""
     people, *others = (line.split(": ") for line in find("words.txt").read_text("utf-8").splitlines())
     said = [(about.split(", "), values.split()) for about, values in others]
     return people[1].split(), [Relation(noun, phrase.split(), values) for (noun, phrase), values in said]

@@ -209,7 +209,7 @@ class ScenePictures:
         """An image of (height, width) pixels from -1 to 1, and its caption.
 
         Raises:
-            ValueError: If the size is no square.
+            ValueError: If height and width differ.
         """
         height, width = size
         if height != width:

@@ -33,15 +33,15 @@ def api_key(host: str) -> str:
     """
     key = os.environ.get(KEY, "")
     if not key and host not in LOOPBACK:
-        raise ValueError(f"--host {host} lets other machines in: set {KEY} to the key that they must send")
+        raise ValueError(f"--host {host} lets other machines in: set {KEY} to an API key for them")
     return key
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0.
+    """Return the port, or a free port for 0.
 
     Raises:
-        ValueError: If nothing can listen there.
+        ValueError: If the port is not available.
     """
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
@@ -132,10 +132,10 @@ class _Watch:
     def __init__(self, app: Any, max_body: int, timeout: float, registry: CollectorRegistry) -> None:
         self._app, self._max_body, self._timeout = app, max_body, timeout
         self._requests = Counter(
-            "foveate_requests", "Requests answered, by route and status.", ["route", "status"], registry=registry
+            "foveate_requests", "Answered requests, by route and status.", ["route", "status"], registry=registry
         )
         self._seconds = Histogram(
-            "foveate_request_seconds", "Seconds that requests took.", ["route"], registry=registry,
+            "foveate_request_seconds", "Duration of requests in seconds.", ["route"], registry=registry,
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
         )  # fmt: skip
         self._running = Gauge("foveate_requests_in_progress", "Requests in progress.", registry=registry)
