@@ -19,7 +19,7 @@ from hypothesis import settings
 
 shape_check.install()
 settings.register_profile("fast", deadline=None, max_examples=10)
-settings.register_profile("exhaustive", deadline=None, max_examples=60)
+settings.register_profile("exhaustive", deadline=None, max_examples=25)
 torch.set_num_threads(1)
 collect_ignore = ["kernels/compile_sm90.py"]  # a script
 if find_spec("triton") is None:  # there is none for macOS

@@ -322,7 +322,7 @@ def outputs(name):
         torch.manual_seed(1)
         model, x = tiny.built(name, batch=2, **(family.wide if method == "llsa" else {}))
         try:
-            with torch.no_grad(), foveate.apply(model, *make(family)):
+            with torch.no_grad(), foveate.apply(model, *make(family)) as run, run.image():
                 found[method] = [tiny.call(model, tiny.at(x, left)) for left in (1, 0.5)]
         except ValueError:
             found[method] = "refused"
@@ -544,7 +544,8 @@ def assert_equal(now, before, where):
         for i, pair in enumerate(zip(now, before, strict=True)):
             assert_equal(*pair, f"{where}, {i}")
     elif isinstance(before, float):
-        assert now == pytest.approx(before, rel=1e-4, abs=1e-5), where
+        rough = "outputs pixel" in where  # its selection of blocks turns on the last bit in some processors
+        assert now == pytest.approx(before, rel=2e-3 if rough else 1e-4, abs=1e-4 if rough else 1e-5), where
     else:
         assert now == before, where
 

@@ -532,10 +532,11 @@ def test_arguments_may_come_by_position_and_outputs_as_objects():
 
 
 def test_layers_of_a_phase_share_one_table_and_all_tables_have_one_shape():
-    model = tiny.flux()
+    model, tables = tiny.flux(), []
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.attn.register_forward_pre_hook(lambda attn, _: tables.append(plan_of(attn.processor).pattern))
     with foveate.apply(model, HilbertA(tiles=4)):
         call(model, tiny.inputs())
-        tables = [plan_of(processor).pattern for processor in model.attn_processors.values()]
     assert len({id(table) for table in tables}) == 4
     assert len({tuple(map(len, table)) for table in tables}) == 1
 
@@ -675,16 +676,17 @@ def test_layers_named_in_dense_layers_stay_dense():
         assert set(whys(run)) == {"named in dense_layers"}
 
 
-def test_a_window_of_steps_stays_dense_where_no_scheduler_tells_the_step():
+@pytest.mark.parametrize("scheduler", [SimpleNamespace(timesteps=torch.tensor([1000.0, 500.0])), None])
+def test_a_window_of_steps_follows_the_timestep_where_the_scheduler_does_not_count(scheduler):
     class Pipeline:
         transformer = tiny.flux()
-        scheduler = SimpleNamespace(timesteps=[1.0, 0.5])
 
     pipeline = Pipeline()
-    for window, dense in (({"start_percent": 0.5}, True), ({}, False)):
-        with foveate.apply(pipeline, HilbertA(tiles=4, **window)) as run:
-            call(pipeline.transformer, tiny.inputs())
-            assert all(("no scheduler tells the step" in why) == dense for why in whys(run))
+    pipeline.scheduler = scheduler
+    with foveate.apply(pipeline, HilbertA(tiles=4, start_percent=0.5)) as run:
+        for timestep in (1.0, 0.75, 0.5, 0.25):
+            call(pipeline.transformer, tiny.inputs() | {"timestep": torch.tensor([timestep])})
+    assert "2 of 4 forward passes sparse" in str(run.summary())
 
 
 def test_ring_attention_stays_dense():

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import foveate
 from foveate import LLSA, HilbertA, ToMA
+from foveate.diffusers.arguments import InnermostForward
 from foveate.diffusers.backend import LayerPlan, attach, detach
 from foveate.diffusers.card import Card
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.diffusers.clock import Step
-from foveate.diffusers.merging import MergedBlock, MergeGroup
+from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass
 from foveate.methods import ToFu, ToMeSD
 from foveate.ops.merging import IndexMerge, Merge
 
@@ -225,13 +226,14 @@ def merged_attention(attn, image, text, method, rope=None):
     """The output of one attention layer of FLUX on merged tokens of an 8 x 8 image, and the plan of merging."""
     group, plan = MergeGroup(method, FluxCard()), LayerPlan(torch.arange(5 + round(64 * method.keep)))
     block = MergedBlock(group, attn, [attn], joined=False)
-    block.merge_module(attn)
+    attention = InnermostForward(attn, block.run_attention)
     attach(attn.processor, plan)
-    group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(5))
-    group.now.layer_plans.append(plan)
+    now = MergePass(method.regions(((8, 8),)), torch.empty(5), skip_unmerge=True, image_first=False)
+    group.begin(now, Step(0, 0.0, {}), reuse=True)
+    now.layer_plans.append(plan)
     group.plan(image, rope)
     out = attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=rope)
-    block.remove()
+    attention.remove()
     detach(attn.processor, plan)
     return out, group.now.merge
 
@@ -251,8 +253,9 @@ def test_identical_tokens_are_exact_without_text_but_not_beside_it():
 
     attn, x = tiny.unet().mid_block.attentions[0].transformer_blocks[0].attn1, identical_tokens(16)
     want, group = attn(x), MergeGroup(method, FluxCard())
-    MergedBlock(group, attn, [attn], joined=False).merge_module(attn)
-    group.begin(method.regions(((8, 8),)), Step(0, 0), torch.empty(0))
+    InnermostForward(attn, MergedBlock(group, attn, [attn], joined=False).run_module)
+    now = MergePass(method.regions(((8, 8),)), torch.empty(0), skip_unmerge=True, image_first=False)
+    group.begin(now, Step(0, 0.0, {}), reuse=True)
     group.plan(x, None)
     torch.testing.assert_close(attn(x), want, rtol=1e-5, atol=1e-6)
 
@@ -424,24 +427,25 @@ def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, gran
 def test_plans_are_shared_by_blocks_and_steps_of_a_run(plans):
     model, x = tiny.flux(), tiny.inputs()
     steps = [x | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8, 0.8, 0.6)]
-    with foveate.apply(model, ToMA(skip=0, dst_every=2, weights_every=1)):
+    with foveate.apply(model, ToMA(skip=0, dst_every=2, weights_every=1)) as run, run.image():
         for step in steps:
             call(model, step)
-        assert plans == [True, True, False, False, True, True]  # of double-stream and single-stream blocks
+        # of double-stream and single-stream blocks; the second pass of a step has a plan of its own
+        assert plans == [True, True, False, False, True, True, True, True]
         for another_run in (steps[0], tiny.inputs((20, 16)) | {"timestep": torch.full((1,), 1.0)}):
             plans.clear()
             call(model, another_run)
             assert plans == [True, True]
     model, x = built("sdxl")
     plans.clear()
-    with foveate.apply(model, ToMA(tile=(4, 4))):
+    with foveate.apply(model, ToMA(tile=(4, 4))) as run, run.image():
         for timestep in (900.0, 800.0, 800.0, 700.0, 600.0, 500.0, 400.0):
             call(model, x | {"timestep": torch.tensor(timestep)})
     sections = 5  # down 0 and 1, middle, up 0 and 1
-    assert plans == sections * [True] + sections * [False]  # steps 0 and 5
+    assert plans == 2 * sections * [True] + sections * [False]  # step 0, second pass of step 1, step 5
     model, x = built("zimage")
     plans.clear()
-    with foveate.apply(model, ToMA(dst_every=2, weights_every=1, **MERGES)):
+    with foveate.apply(model, ToMA(dst_every=2, weights_every=1, **MERGES)) as run, run.image():
         for left in (1.0, 0.8, 0.6):
             call(model, tiny.at(x, left))
     assert plans == [True, True, False, False, True, True]  # of refiners and other blocks
@@ -465,7 +469,7 @@ def test_a_step_between_merging_steps_is_what_it_is_without_merging_and_says_so(
     first, between = (tiny.inputs() | {"timestep": torch.full((1,), t)} for t in (1.0, 0.8))
     with foveate.apply(model, *sparse) if sparse else nullcontext():
         want = call(model, between)
-    with foveate.apply(model, *sparse, ToMA(merge_every=2, **MERGES)) as run:
+    with foveate.apply(model, *sparse, ToMA(merge_every=2, **MERGES)) as run, run.image():
         call(model, first)
         assert all("ToMA" in layer.method for layer in run.summary().layers)
         assert torch.equal(call(model, between), want)
@@ -494,14 +498,14 @@ def test_parts_whose_plan_was_not_made_say_so_and_it_is_made_the_next_time(plans
         call(model, x | {"timestep": torch.tensor(timestep)})
         return len(plans)
 
-    with foveate.apply(model, ToMA(tile=(4, 4), dst_every=2, weights_every=1)) as run:
+    with foveate.apply(model, ToMA(tile=(4, 4), dst_every=4, weights_every=1)) as run, run.image():
         assert at(900.0) == 5
         with monkeypatch.context() as patch:
             patch.setattr(model.up_blocks[0].attentions[0], "forward", lambda sample, *args, **kwargs: (sample,))
             assert at(800.0) == 4  # the new weights of that section are not made
             whys = {row.why for row in run.summary().layers if row.layer.startswith("up_blocks.0")}
         assert whys == {"the block that its plan is made from did not run"}
-        assert at(800.0) == 1
+        assert at(700.0) == 5
         assert not any(row.why for row in run.summary().layers)
 
 

@@ -137,7 +137,7 @@ def test_ring_attention_is_left_to_the_model(monkeypatch):
 def test_a_picture_that_processes_cannot_share_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"2 attention heads of Flux.* do not divide over 3.*use 2, or"):
         share_pictures(tiny.pipeline(), 3)
-    with pytest.raises(ValueError, match=r"no plan to divide a picture of UNet2DConditionModel.*images of its own"):
+    with pytest.raises(ValueError, match=r"no plan to divide an image of UNet2DConditionModel.*its own images"):
         share_pictures(SimpleNamespace(unet=tiny.unet()), 2)
 
 

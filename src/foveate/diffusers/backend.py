@@ -21,6 +21,7 @@ from diffusers.models.attention_dispatch import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._device import DeviceContext
 
 from foveate.ops.joint_attention import Pattern, joint_attention
 from foveate.ops.permute_tokens import permute_tokens
@@ -58,6 +59,7 @@ class LayerPlan:
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
+        intercepted: Whether it attended densely because something intercepts torch's attention.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
@@ -73,6 +75,7 @@ class LayerPlan:
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
+    intercepted: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
     parallel: Any = None
@@ -233,10 +236,13 @@ def foveate_attention(
     context, tokens = plan.context_parallel_config, plan.local_tokens
     rope = None if plan.rope is None else with_text(plan.rope, tokens)
     fits = query.shape[1] == key.shape[1] == tokens and (attn_mask is None or plan.mask_is_padding)
-    if not fits or plan.pattern is None:
+    plan.intercepted = fits and plan.pattern is not None and is_intercepted()
+    if not fits or plan.pattern is None or plan.intercepted:
+        if plan.intercepted and plan.cache is not None:
+            raise ValueError("attention that reads cached references cannot be intercepted: remove the methods first")
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
             query, key, value = permute_tokens(query, key, value, rope=rope)
-        if fits:
+        if fits and plan.pattern is None:
             attn_mask = None  # it hides nothing: padding takes a pattern
         return dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
@@ -256,6 +262,12 @@ def foveate_attention(
         return all_to_all_single_any_o_async(out, group, **held)()
     query, key, value = (SeqAllToAllDim.apply(group, x.contiguous(), 2, 1) for x in (query, key, value))
     return SeqAllToAllDim.apply(group, _attend(query, key, value, plan, None).contiguous(), 1, 2)
+
+
+def is_intercepted() -> bool:
+    """Whether something intercepts functions of torch, as perturbed attention guidance does with attention."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tuple[Tensor, Tensor] | None) -> Tensor:

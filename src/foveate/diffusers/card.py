@@ -34,7 +34,7 @@ CARDS: dict[str, str | type["Card"]] = {
     "FluxTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "Flux2Transformer2DModel": "foveate.diffusers.cards.flux:Flux2Card",
     "ChromaTransformer2DModel": "foveate.diffusers.cards.flux:ChromaCard",
-    "BriaTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "BriaTransformer2DModel": "foveate.diffusers.cards.flux:BriaCard",
     "BriaFiboTransformer2DModel": "foveate.diffusers.cards.flux:BriaFiboCard",
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
@@ -291,6 +291,7 @@ class Card:
             there is none. Foveate's backend then reads and fills it.
         rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
         returns_image_first: Whether blocks that return image and text return the image first.
+        timestep_scale: Timestep of pure noise, as the model is given it; None if timesteps have another scale.
         start_percent: Fraction of the run before which a comparison keeps steps dense for methods without a LoRA.
     """
 
@@ -306,6 +307,7 @@ class Card:
     cache: ClassVar[str | None] = None
     rotates_text: ClassVar[bool] = True
     returns_image_first: ClassVar[bool] = False
+    timestep_scale: ClassVar[float | None] = 1000.0
     start_percent: ClassVar[float] = 0.2
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:

@@ -1,88 +1,166 @@
-"""Position in a denoising run."""
+"""Position of forward passes in denoising runs, told by the timesteps that the model is given."""
 
 import math
+import sys
+import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Clock", "Step"]
+__all__ = ["Caller", "Clock", "Step"]
+
+PASSES = 16  # passes of one step that keep plans: windows of a panorama may be more, and plans take memory
 
 
 class Step(NamedTuple):
     """Position of a forward pass in a denoising run.
 
     Attributes:
-        number: Number of the step. All calls of the model in one step have the same number.
-        key: Run, batch size, dtype and device: a plan of token merging is valid as long as they stay the same.
+        number: Number of the step. All passes of one step have the same.
+        progress: Fraction of the run that is done.
+        kept: What methods keep from step to step, by owner. Passes of one step, as of guidance in two passes or
+            windows of a panorama, have one each: the first shares that of the first pass of other steps.
     """
 
     number: int
-    key: Hashable
+    progress: float
+    kept: dict[Hashable, Any]
+
+
+class Run:
+    """A denoising run: the number and timestep of its last step, and what its passes keep."""
+
+    def __init__(self) -> None:
+        self.number, self.level = 0, math.inf
+        self._passes = 0  # of the current step
+        self._kept: list[dict[Hashable, Any]] = []
+
+    def at(self, number: int, progress: float) -> Step:
+        """Position of the next pass, in the step with this number."""
+        self._passes = self._passes + 1 if number == self.number else 1
+        self.number = number
+        if self._passes > PASSES:
+            return Step(number, progress, {})
+        self._kept += [{} for _ in range(self._passes - len(self._kept))]
+        return Step(number, progress, self._kept[self._passes - 1])
+
+
+class Caller(threading.local):
+    """Who calls the model in this thread.
+
+    Attributes:
+        runs: The current run of each scheduler, by its timesteps.
+        loop: The run of a loop without a pipeline: see `Handle.image`. None outside of one.
+        paused: Whether every forward pass is dense: see `Handle.paused`.
+    """
+
+    def __init__(self) -> None:
+        self.runs: Any = WeakTensorKeyDictionary()
+        self.loop: Run | None = None
+        self.paused = False
+
+    def __reduce__(self) -> tuple[type["Caller"], tuple[()]]:
+        return Caller, ()  # a copied or saved model has no callers
 
 
 class Clock:
-    """Progress of a pipeline's denoising run, read from its scheduler.
+    """Step and progress of denoising runs.
+
+    The scheduler of the pipeline that generates in this thread, or else of the one that methods were applied to, is
+    believed while the timestep that the model is given is the scheduler's own. Other passes are those of an unknown
+    caller: their progress follows the timestep, and they keep nothing.
 
     Args:
-        pipeline: The pipeline, or None if the model is used alone.
+        pipeline: The pipeline that methods were applied to; None if they were applied to the model alone.
+
+    Attributes:
+        caller: Who calls the model in this thread.
     """
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = None if pipeline is None else weakref.ref(pipeline)
-        self._timesteps: Any = None  # those of the current run
-        self._timestep = math.inf  # only without a scheduler
-        self._run = self._step = 0
+        self.caller = Caller()
 
     @property
     def pipeline(self) -> Any:
         """The pipeline; None if there is none, or no longer."""
         return self._pipeline() if self._pipeline else None
 
-    def __call__(self) -> float | None:
-        """Fraction of the steps that are done; None without a scheduler that counts steps."""
-        scheduler = self._scheduler()
-        return scheduler and _index(scheduler) / len(scheduler.timesteps)
+    @contextmanager
+    def image(self) -> Generator[None]:
+        """Context in which the passes of this thread belong to one run: see `Handle.image`."""
+        before, self.caller.loop = self.caller.loop, Run()
+        try:
+            yield
+        finally:
+            self.caller.loop = before
 
-    def step(self, timestep: Tensor) -> tuple[int, int]:
-        """Number of the run and number of the step in it.
-
-        Without a scheduler, a smaller timestep begins a new step and a larger one a new run.
+    def step(self, timestep: Tensor, scale: float | None, *, keep: bool) -> Step:
+        """Position of the forward pass that begins. Reading the timestep waits for its device.
 
         Args:
-            timestep: Argument of the denoiser. Reading it waits for the device.
+            timestep: Timestep that the model is given; the largest counts where tokens differ.
+            scale: Timestep of pure noise; None believes the scheduler whatever the timestep, and so does the capture
+                of a CUDA graph, which can read nothing.
+            keep: Whether the pass shares what others of its run keep.
         """
-        if torch.is_grad_enabled():  # training: every forward pass has other pictures
-            self._run += 1
-            return self._run, 0
-        timesteps = getattr(self._any_scheduler(), "timesteps", None)
-        if timesteps is not self._timesteps:
-            self._run, self._step, self._timesteps, self._timestep = self._run + 1, 0, timesteps, math.inf
-        if scheduler := self._scheduler():
-            return self._run, _index(scheduler)
-        now = timestep.flatten()[0].item()
-        if now > self._timestep:
-            self._run, self._step = self._run + 1, 0
-        elif now < self._timestep < math.inf:
-            self._step += 1
-        self._timestep = now
-        return self._run, self._step
-
-    def _scheduler(self) -> Any:
-        """The pipeline's scheduler, if it counts steps."""
-        scheduler = self._any_scheduler()
-        return scheduler if hasattr(scheduler, "step_index") and len(scheduler.timesteps) else None
-
-    def _any_scheduler(self) -> Any:
-        """The pipeline's scheduler, if there is one."""
-        return getattr(self.pipeline, "scheduler", None)
+        level = math.nan
+        if scale is not None and not (timestep.is_cuda and torch.cuda.is_current_stream_capturing()):
+            level = float(timestep.max()) / scale
+        precision = torch.finfo(timestep.dtype).eps if timestep.is_floating_point() else 0.0
+        far = level * precision + 1e-6  # two roundings of the timestep
+        scheduler, caller = getattr(_generating_pipeline() or self.pipeline, "scheduler", None), self.caller
+        number, progress, timesteps = None, round(1 - level, 4), getattr(scheduler, "timesteps", None)
+        if timesteps is not None and (number := _number(scheduler, level, far)) is not None:
+            progress = number / len(timesteps)
+        if not keep:
+            return Step(0, progress, {})
+        if number is not None:
+            run = caller.runs.get(timesteps)
+            if run is None or number < run.number:
+                run = caller.runs[timesteps] = Run()
+            return run.at(number, progress)
+        if timesteps is not None:
+            caller.runs.pop(timesteps, None)  # its next image may not be the one that plans were kept for
+        if (run := caller.loop) is None:
+            return Step(0, progress, {})
+        if level > run.level + far:  # a smaller timestep begins a new step, a larger one a new run
+            run = caller.loop = Run()
+        number, run.level = run.number + (level < run.level - far < math.inf), level
+        return run.at(number, progress)
 
     def __reduce__(self) -> tuple[type["Clock"], tuple[None]]:
         return Clock, (None,)  # a copied or saved model has no pipeline
 
 
-def _index(scheduler: Any) -> int:
-    """Index of the current step of a scheduler, which is None there before the first step."""
-    return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+def _generating_pipeline() -> Any:
+    """The pipeline whose call this thread is in, which may share its models with others."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "__call__" else None
+        if isinstance(caller, DiffusionPipeline | ModularPipeline):
+            return caller
+    return None
+
+
+def _number(scheduler: Any, level: float, far: float) -> int | None:
+    """Number of the scheduler's step, if the model is given its timestep.
+
+    Args:
+        scheduler: A scheduler of diffusers.
+        level: Timestep of the model, 1 at pure noise; NaN if it tells nothing.
+        far: Largest difference from the scheduler's timestep.
+    """
+    timesteps, most = scheduler.timesteps, getattr(scheduler, "config", {}).get("num_train_timesteps", 1000)
+    if hasattr(scheduler, "step_index"):  # None before the first step
+        number = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+        if number < len(timesteps) and (math.isnan(level) or abs(float(timesteps[number]) / most - level) <= far):
+            return number
+        return None
+    return next((i for i, t in enumerate(timesteps.tolist()) if abs(t / most - level) <= far), None)

@@ -2,28 +2,30 @@
 """Token merging by hooks on blocks: groups of blocks that share a plan, and what their hooks do.
 
 A plan is made from the input of the first block of its group. Outside of merged modules all tokens stay in raster
-order. Plans that blocks share are made outside of compiled code, and so are the hooks around whole blocks; hooks
-around single modules are compiled with their block, and read tensors only, never a number that changes between steps.
+order: merging lies below all hooks of diffusers, so that caches, offloading and skipped layers see whole tokens.
+Plans that blocks share are made outside of compiled code, and whole blocks merge outside of it; what merges around
+single modules is compiled with their block, and reads tensors only, never a number that changes between steps.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
-from foveate.diffusers.arguments import Argument
+from foveate.diffusers.arguments import Argument, InnermostForward
 from foveate.diffusers.backend import LayerPlan, with_text
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
 from foveate.methods.base import TokenMerging
-from foveate.ops.merging import AnyMerge, Group, Regions
+from foveate.ops.merging import AnyMerge, Regions
 from foveate.utils.cache import FixedMemory, cached_by_tensor
 
-__all__ = ["MergeGroup", "MergePass", "MergedBlock"]
+__all__ = ["KeptPlan", "MergeGroup", "MergePass", "MergedBlock", "keeps_state"]
 
 
 class MergePass:
@@ -36,8 +38,7 @@ class MergePass:
         image_first: Whether the image precedes the text where a tensor holds both.
 
     Attributes:
-        merge: The plan; None leaves the blocks dense.
-        due: Whether the plan is to be made from the input of the first block.
+        merge: The plan; None until the first block of the group runs, and leaves blocks dense.
         order: Position of the image token at each place of the regions; None if they follow the raster.
         inverse: Place of each image token.
         layer_plans: Plans of the attention layers of the group.
@@ -47,7 +48,6 @@ class MergePass:
     def __init__(self, regions: Regions, text: Tensor, *, skip_unmerge: bool, image_first: bool) -> None:
         self.regions, self.text, self.skip_unmerge, self.image_first = regions, text, skip_unmerge, image_first
         self.merge: AnyMerge | None = None
-        self.due = False
         raster = regions.order is regions.inverse
         self.order, self.inverse = (None, None) if raster else (regions.order, regions.inverse)
         # order and inverse of a sequence that begins with the text
@@ -100,8 +100,25 @@ def after_text(order: Tensor, text: int) -> Tensor:
     return torch.cat([torch.arange(text).to(order.device), order + text])
 
 
+@dataclass(eq=False)
+class KeptPlan:
+    """A plan of token merging that later steps of a run may use again.
+
+    Attributes:
+        plan: The plan; None if there is none yet.
+        periods: Periods of its destinations and of its weights.
+        key: Batch size, dtype, device and regions that it was made for.
+        order: Order of these regions.
+    """
+
+    plan: AnyMerge | None = None
+    periods: tuple[int, int] | None = None
+    key: Any = None
+    order: Tensor | None = None
+
+
 class MergeGroup:
-    """Blocks that share a plan of token merging, and what they keep of it from step to step.
+    """Blocks that share a plan of token merging.
 
     Args:
         method: How to merge.
@@ -114,58 +131,34 @@ class MergeGroup:
     def __init__(self, method: TokenMerging, card: Card) -> None:
         self.method, self.card = method, card
         self.now: MergePass | None = None
-        self._plan: AnyMerge | None = None
-        self._made: tuple[int, int] | None = None  # periods of the destinations and the weights of the plan
-        self._made_for: tuple[Hashable, tuple[Group, ...]] | None = None  # run and regions of the plan
-        self._order: Tensor | None = None  # order of these regions
-        self._last = -1  # number of the last step
+        self._step: Step | None = None
         self._rope = FixedMemory()
+        self._reuse = True
 
     @property
     def merging(self) -> MergePass | None:
         """`now` as soon as its plan is made."""
         return None if self.now is None or self.now.merge is None else self.now
 
-    def reset(self) -> None:
-        """Merge nothing, until `begin`."""
-        self.end()
-        self.now = None
+    def begin(self, now: MergePass, step: Step, *, reuse: bool) -> None:
+        """Merge in this forward pass.
 
-    def begin(
-        self, regions: Regions, step: Step, text: Tensor, *, skip_unmerge: bool = True, image_first: bool = False
-    ) -> None:
-        """Merge in the next forward pass, at this step of the denoising run; for other arguments see `MergePass`."""
-        self.reset()
-        self.now = MergePass(regions, text, skip_unmerge=skip_unmerge, image_first=image_first)
-        made_for = step.key, regions.groups
-        if made_for != self._made_for or regions.order is not self._order or step.number < self._last:
-            self._made_for, self._order = made_for, regions.order
-            self._plan = self._made = None  # another picture
-        self._last = step.number
-        periods = self.method.periods(step.number)
-        if self._plan is not None and self._made == periods:
-            self.now.merge = self._plan
-            return
-        if self._made is None or self._made[0] != periods[0]:
-            self._plan = None  # new destinations too
-        self._made, self.now.due = periods, True
-
-    def end(self) -> bool:
-        """Whether a plan was due in the forward pass that ended, and was not made."""
-        missed = self.now is not None and self.now.due
-        if missed:
-            self._made, self.now.due = None, False
-        return missed
+        Args:
+            now: How.
+            step: Position in the denoising run.
+            reuse: Whether the memory of an earlier rotary embedding may be used again.
+        """
+        self.now, self._step, self._reuse = now, step, reuse
 
     def with_picks(self, regions: Regions) -> Regions:
         """The regions with the destinations of the first sample, to draw."""
-        if self._plan is None:
+        if self.merging is None:
             return regions
-        picked = regions.order.cpu()[self._plan.positions[0].cpu()]
+        picked = regions.order.cpu()[self.now.merge.positions[0].cpu()]
         return regions._replace(picked=picked[picked < prod(regions.grid)])
 
     def plan(self, tokens: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
-        """Make the plan from the image tokens of the first block if it is due, and complete the layers' plans.
+        """Make the plan from the image tokens of the first block unless an earlier one still holds.
 
         Args:
             tokens: Image tokens in raster order [batch, image, dim].
@@ -173,20 +166,30 @@ class MergeGroup:
                 tokens, head_dim].
         """
         now = self.now
-        if now.due:
-            now.due = False
-            chosen = self._plan.chosen if self._plan else None
+        kept: KeptPlan = self._step.kept.setdefault(self, KeptPlan())
+        key = len(tokens), tokens.dtype, tokens.device, now.regions.groups
+        if key != kept.key or now.regions.order is not kept.order:
+            kept.plan, kept.key, kept.order = None, key, now.regions.order
+        periods = self.method.periods(self._step.number)
+        if kept.plan is None or kept.periods != periods:
+            chosen = None
+            if kept.plan is not None and kept.periods is not None and kept.periods[0] == periods[0]:
+                chosen = kept.plan.chosen  # new weights for the same destinations
             x = tokens.detach() if now.order is None else tokens.detach().index_select(1, now.order)
             exact = torch.autocast(x.device.type, enabled=False)  # similarities need more than bfloat16
             with torch.no_grad(), record_function("foveate::plan"), exact:
-                now.merge = self._plan = self.method.plan(x, now.regions, chosen)
-        rows = None if rope is None else self._rope.hold(tuple(map(now.rows, rope)))
+                kept.plan = self.method.plan(x, now.regions, chosen)
+            kept.periods = periods
+        now.merge = kept.plan
+        rows = None if rope is None else tuple(map(now.rows, rope))
+        if rows is not None and self._reuse:
+            rows = self._rope.hold(rows)
         for layer in now.layer_plans:
             layer.rope = rows
 
 
 class MergedBlock:
-    """The hooks of one block.
+    """What merges in one block.
 
     Args:
         group: The group of the block.
@@ -199,70 +202,85 @@ class MergedBlock:
         self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
         self.rope = Argument(block, group.card.rope)
         self.attention_rope = Argument(attentions[0], group.card.rope) if attentions else None
-        self.handles: list[RemovableHandle] = []
+        self.inside: list[nn.Module] = []  # modules that are given merged tokens
+        self._forwards: list[InnermostForward] = []
+        self._plans = self._whole = False
         self._ends_run = True  # whether tokens are unmerged after this block
-        self._stream_end: tuple[nn.Module, RemovableHandle] | None = None  # see `follow`
+        self._stream_end: InnermostForward | None = None  # see `follow`
 
     def remove(self) -> None:
-        """Remove all hooks."""
-        for handle in (*self.handles, *(self._stream_end or ())[1:]):
-            handle.remove()
+        """Restore the modules."""
+        if self._stream_end is not None:
+            self._stream_end.remove()
+        for forward in reversed(self._forwards):
+            forward.remove()
 
-    def install(self, *, last: bool) -> None:
-        """Add the hooks that merge and unmerge.
+    def install(self, *, plans: bool, last: bool) -> None:
+        """Have the block merge.
 
         Args:
+            plans: Whether the plan of the group is made from this block's input.
             last: Whether the next block does not merge with the same plan.
         """
         method, card = self.group.method, self.group.card
-        if method.granularity == "block":
-            self.merge_block(last=last)
-        elif card.is_single_stream(self.block):
+        self._plans, self._ends_run, self._whole = plans, last, method.granularity == "block"
+        if self._whole or (plans and not method.per_block):
+            self._replace(self.block, self.run_outside)
+        elif plans:
+            self._replace(self.block, self.run)
+        if self._whole or card.is_single_stream(self.block):
+            self.inside = [*self.block.modules()][1:]
+        if self._whole:
+            return
+        if card.is_single_stream(self.block):
             self.merge_stream()
         else:
             for module in card.modules_to_merge(method, self.block).values():
-                self.merge_module(module)
+                self.inside += [*module.modules()][1:]
+                attends = any(module is attn for attn in self.attentions)
+                self._replace(module, self.run_attention if attends else self.run_module)
 
-    # --- the hook that makes the plan ---
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks of others see the tokens that the block is given and returns."""
+        hooks = self.block._forward_hooks or self.block._forward_pre_hooks or keeps_state(self.block)
+        return bool(self._forwards and hooks)
 
-    def plan_here(self) -> None:
-        """Make the plan of the group from this block's input."""
-        hook = self.plan if self.group.method.per_block else self.plan_outside
-        self.handles.append(self.block.register_forward_pre_hook(hook, with_kwargs=True))
+    def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._forwards.append(InnermostForward(module, run))
 
-    def plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook before the block."""
-        if (now := self.group.now) is None:
-            return
-        rope = self.rope.of(args, kwargs)
+    # --- whole blocks ---
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block: make the plan first if it is to be made here, and merge if whole blocks merge.
+
+        With granularity="block", a run of blocks works on merged tokens. What the blocks add to the merged tokens is
+        added to all tokens after the last. That is what merging and unmerging around each block gives wherever
+        merging undoes unmerging: with hard weights exactly.
+        """
+        if self._plans and self.group.now is not None:
+            self.plan(args, kwargs)
+        if not self._whole:
+            return forward(*args, **kwargs)
+        args, kwargs = self.enter(args, kwargs)
+        return self.leave(forward(*args, **kwargs))
+
+    @partial(torch.compiler.disable, recursive=False)
+    def run_outside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run`, outside of the compiled code of the block."""
+        return self.run(forward, *args, **kwargs)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan of the group from the arguments of the block."""
+        now, rope = self.group.now, self.rope.of(args, kwargs)
         rotation = None if rope is None else self.group.card.rotation(rope)
         image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
         if rotation is not None and not self.group.card.rotates_text:
             rotation = with_text(rotation, image.shape[1] + len(now.text))
         self.group.plan(image, rotation)
 
-    @torch.compiler.disable
-    def plan_outside(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`plan`, outside of compiled code."""
-        self.plan(block, args, kwargs)
-
-    # --- hooks around the whole block ---
-
-    def merge_block(self, *, last: bool) -> None:
-        """Run the block on merged tokens, and the next block of the group too unless this is the last one.
-
-        What the blocks add to the merged tokens is added to all tokens after the last. That is what merging and
-        unmerging around each block gives wherever merging undoes unmerging: with hard weights exactly.
-        """
-        self._ends_run = last
-        self.handles += [
-            self.block.register_forward_pre_hook(self.enter, with_kwargs=True),
-            self.block.register_forward_hook(self.leave),
-        ]
-
-    @torch.compiler.disable
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the block: merge its tokens unless they are merged already."""
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of the block with merged tokens, which they may be already."""
         if (now := self.group.merging) is None:
             return args, kwargs
         if now.whole is None:
@@ -271,9 +289,8 @@ class MergedBlock:
             args, kwargs = with_tokens(now.whole[1], args, kwargs)
         return without_rope(now, self.rope, args, kwargs)
 
-    @torch.compiler.disable
-    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after the block: unmerge its tokens unless the next block takes them merged."""
+    def leave(self, output: Any) -> Any:
+        """The output of the block with unmerged tokens, unless the next block takes them merged."""
         now = self.group.now
         if now is None or now.whole is None or (now.skip_unmerge and not self._ends_run):
             return output
@@ -287,67 +304,67 @@ class MergedBlock:
         """Number of text tokens in the tensor of image tokens that the block is given."""
         return len(now.text) if self.joined else 0
 
-    # --- hooks around single modules ---
+    # --- single modules ---
 
-    def merge_module(self, module: nn.Module) -> None:
-        """Run an attention or feed-forward module on merged tokens."""
-        self.handles += [
-            module.register_forward_pre_hook(self.merge_input, with_kwargs=True),
-            module.register_forward_hook(self.unmerge_output),
-        ]
+    def run_module(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module on merged tokens.
 
-    def merge_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before a module: its first argument holds image tokens, and text where the block has both in one."""
+        Its first argument holds image tokens, and text where the block has both in one tensor. It returns image
+        tokens, or (image, text, and what an image prompt adds).
+        """
         if (now := self.group.merging) is None:
-            return args, kwargs
+            return forward(*args, **kwargs)
         args, kwargs = with_tokens(now.merged(tokens_of(args, kwargs), self._text_of(now)), args, kwargs)
-        attends = any(module is attn for attn in self.attentions)
-        return without_rope(now, self.attention_rope, args, kwargs) if attends else (args, kwargs)
-
-    def unmerge_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after a module that returns image tokens, or (image, text, and what an image prompt adds)."""
-        if (now := self.group.merging) is None:
-            return output
+        output = forward(*args, **kwargs)
         if not isinstance(output, tuple):
             return now.unmerged(output, self._text_of(now))
         image, text, *prompt = output
         return now.unmerged(image), text, *map(now.unmerged, prompt)
 
+    def run_attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run_module` for an attention module, whose rotary embedding travels in its plan."""
+        return self.run_module(partial(self.run_rotated, forward), *args, **kwargs)
+
+    def run_rotated(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an attention module that may be given merged tokens."""
+        if (now := self.group.merging) is not None:
+            args, kwargs = without_rope(now, self.attention_rope, args, kwargs)
+        return forward(*args, **kwargs)
+
     def merge_stream(self) -> None:
         """Run a single-stream block on merged tokens from its norm to its last linear layer: see `Card.stream`."""
-        norm, (attn,) = getattr(self.block, self.group.card.stream[0]), self.attentions
-        self.handles += [
-            norm.register_forward_hook(self.merge_normed),
-            attn.register_forward_pre_hook(self.take_rope, with_kwargs=True),
-        ]
-        layer = getattr(self.block, self.group.card.stream[1])
-        self._stream_end = layer, layer.register_forward_hook(self.unmerge_stream)
+        (attn,) = self.attentions
+        self._replace(getattr(self.block, self.group.card.stream[0]), self.run_norm)
+        self._replace(attn, self.run_rotated)
+        self._stream_end = InnermostForward(getattr(self.block, self.group.card.stream[1]), self.run_stream_end)
 
     def follow(self) -> None:
-        """Move the last hook of `merge_stream` to a layer that replaced the hooked one, as LoRA adapters do."""
+        """Move the end of `merge_stream` to a layer that replaced the last one, as LoRA adapters do."""
         if self._stream_end is None:
             return
-        layer, handle = self._stream_end
-        if (now := getattr(self.block, self.group.card.stream[1])) is not layer:
-            handle.remove()
-            self._stream_end = now, now.register_forward_hook(self.unmerge_stream)
+        if (layer := getattr(self.block, self.group.card.stream[1])) is not self._stream_end.module:
+            self._stream_end.remove()
+            self._stream_end = InnermostForward(layer, self.run_stream_end)
 
-    def merge_normed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after the norm: it returns text and image tokens, alone or first in a tuple."""
+    def run_norm(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the norm, and merge what it returns: text and image tokens, alone or first in a tuple."""
+        output = forward(*args, **kwargs)
         if (now := self.group.merging) is None:
             return output
         if isinstance(output, tuple):
             return now.merged(output[0], len(now.text)), *output[1:]
         return now.merged(output, len(now.text))
 
-    def take_rope(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the attention of a single-stream block."""
-        now = self.group.merging
-        return (args, kwargs) if now is None else without_rope(now, self.attention_rope, args, kwargs)
-
-    def unmerge_stream(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Hook after the last layer: it returns text and merged tokens."""
+    def run_stream_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the last layer, and unmerge what it returns: text and merged tokens."""
+        output = forward(*args, **kwargs)
         return output if (now := self.group.merging) is None else now.unmerged(output, len(now.text))
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Whether a hook of diffusers on the module keeps something from step to step, as caches do."""
+    registry = vars(module).get("_diffusers_hook")
+    return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -9,7 +9,8 @@
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from foveate.diffusers.backend import LayerPlan, attach, context_of, detach, dispatches
 from foveate.diffusers.card import Card, Layout
 from foveate.diffusers.clock import Clock, Step
-from foveate.diffusers.merging import MergeGroup
+from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass, keeps_state
 from foveate.methods import Method
 from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
 from foveate.ops.block_table import BlockTable, block_starts, block_table
@@ -112,7 +113,8 @@ class Decision(NamedTuple):
         batch: Number of samples.
         device: Device of the tokens.
         dtype: Their dtype.
-        replaced: Why layers are dense whose processor was replaced by one that knows no backends, by name.
+        dense_layers: Why single layers are dense, by name: their processor was replaced, or their attention is
+            intercepted.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -123,7 +125,7 @@ class Decision(NamedTuple):
     batch: int = 0
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
-    replaced: Mapping[str, str] = {}
+    dense_layers: Mapping[str, str] = {}
 
     @property
     def layout(self) -> Layout:
@@ -197,30 +199,47 @@ class ForwardPass:
     Attributes:
         decisions: What the methods decided for each stack, by `Stack.holder`.
         inputs: Arguments of the model by name; none after the pass.
-        step: Step of the denoising run, if tokens merge.
+        outer: The pass that this one interrupts in the same thread; its plans come back when this one ends.
+        reuse: Whether memory and plans of earlier passes may be used again. A backward pass may still read them, and
+            so may the outer pass.
+        thread: Identifier of the thread that it runs in.
+        step: Position in the denoising run; None until a method asks for it.
         unmergeable: What in the model keeps tokens from merging; None: not known yet.
-        attached: Processors with the plans that they attend by.
+        running: Whether it has not ended.
+        merging: How groups of blocks merge.
+        attached: Layers, their processors and the plans that these attend by.
     """
 
     decisions: dict[nn.Module, Decision]
     inputs: dict[str, Any] = field(default_factory=dict)
+    outer: "ForwardPass | None" = None
+    reuse: bool = True
+    thread: int = field(default_factory=threading.get_ident)
     step: Step | None = None
     unmergeable: str | None = None
-    attached: list[tuple[Any, LayerPlan]] = field(default_factory=list)
+    running: bool = False
+    merging: dict[MergeGroup, MergePass] = field(default_factory=dict)
+    attached: list[tuple[Layer, Any, LayerPlan]] = field(default_factory=list)
 
     def attach(self, layer: Layer, plan: LayerPlan) -> None:
         """Let a layer attend by a plan, until `detach`."""
         attach(layer.attn.processor, plan)
-        self.attached.append((layer.attn.processor, plan))
+        self.attached.append((layer, layer.attn.processor, plan))
         if layer.block._compiled_call_impl:
             tables = [part.pattern for part in plan.parts or (plan,) if isinstance(part.pattern, BlockTable)]
             _IN_GRAPHS.setdefault(layer.block, {}).update({tuple(map(id, table)): table for table in tables})
 
+    def attach_again(self) -> None:
+        """Attach the plans that `detach` took off for a pass inside of this one."""
+        for _, processor, plan in self.attached:
+            attach(processor, plan)
+
     def detach(self) -> None:
         """Give all processors their own backends back."""
-        for processor, plan in self.attached:
+        for _, processor, plan in self.attached:
             detach(processor, plan)
-        self.attached = []
+        if not self.running:
+            self.attached = []
 
 
 class Planner:
@@ -233,10 +252,8 @@ class Planner:
         merging: The method of token merging, if any.
         clock: Tells the step.
         layers: The self-attention layers of each stack, by `Stack.holder`.
+        merged: The blocks that may merge.
         grids: Grids of image tokens that the methods were tuned for; a warning tells of others. Empty: all.
-
-    Attributes:
-        paused: While it is true, every forward pass is dense: see `Handle.paused`.
     """
 
     def __init__(
@@ -247,11 +264,13 @@ class Planner:
         merging: TokenMerging | None,
         clock: Clock,
         layers: Mapping[nn.Module, list[Layer]],
+        merged: list[MergedBlock],
         grids: tuple[Any, ...],
     ) -> None:
         self.card, self.sparse, self.merging, self.clock, self.layers = card, sparse, merging, clock, layers
-        self.paused, self.grids = False, grids
+        self.grids = grids
         self._one_grid = len(layers) == 1 or model in layers
+        self._merged = merged
         self._modules = list(model.modules())  # walking the tree takes milliseconds
         self._logged: set[str] = set()
 
@@ -272,7 +291,7 @@ class Planner:
             batch=x.shape[0],
             device=x.device,
             dtype=x.dtype,
-            replaced={
+            dense_layers={
                 layer.name: layer.replaced for layer in layers if layer.sparse and not dispatches(layer.attn.processor)
             },
         )
@@ -287,6 +306,13 @@ class Planner:
         why = "" if attention or regions else why_not_sparse or why_not_merged
         return stack._replace(regions=regions, why=why)
 
+    def step(self, now: ForwardPass) -> Step:
+        """Position of a forward pass in its denoising run."""
+        if now.step is None:
+            timestep = torch.as_tensor(self.card.timestep(now.inputs))
+            now.step = self.clock.step(timestep, self.card.timestep_scale, keep=now.reuse)
+        return now.step
+
     def _ask(self, method: Method | None, decide: Callable[[], T]) -> tuple[T | None, str]:
         """What a method decides for this forward pass, or None and why it stays dense."""
         if method is None:
@@ -295,7 +321,7 @@ class Planner:
             return decide(), ""
         except DenseFallback as reason:
             why = str(reason)
-            if not self.paused and why != OUTSIDE and why not in self._logged:
+            if not self.clock.caller.paused and why != OUTSIDE and why not in self._logged:
                 log.warning("%s stays dense: %s", type(method).__name__, why)
                 self._logged.add(why)
             return None, why
@@ -326,11 +352,7 @@ class Planner:
             raise DenseFallback("keep=1.0 is the dense model")
         self._check(self.merging, now, inputs, stack)
         self._check_merging(now, [layer for layer in layers if layer.group], stack)
-        if now.step is None:
-            run, number = self.clock.step(torch.as_tensor(self.card.timestep(now.inputs)))
-            x = self.card.samples(now.inputs)
-            now.step = Step(number, (run, x.shape[0], x.dtype, x.device))
-        if now.step.number % self.merging.merge_every:
+        if self.step(now).number % self.merging.merge_every:
             raise DenseFallback(f"this is no step that merges: merge_every={self.merging.merge_every}")
         grids = stack.layout.grids
         if stack.attention:
@@ -355,13 +377,10 @@ class Planner:
 
     def _check(self, method: Method, now: ForwardPass, inputs: dict[str, Any], stack: Decision) -> None:
         """Checks for any method."""
-        if self.paused:
+        if self.clock.caller.paused:
             raise DenseFallback("paused")
-        if not method.always:
-            if (progress := self.clock()) is None:
-                raise DenseFallback("no scheduler tells the step, and start_percent to end_percent is part of the run")
-            if not method.covers(progress):
-                raise DenseFallback(OUTSIDE)
+        if not method.always and not method.covers(self.step(now).progress):
+            raise DenseFallback(OUTSIDE)
         method.check_tokens(stack.layout.only_images().tokens)
         if self.card.padding_mask != "attention_mask" and any(
             given.get("attention_mask") is not None for given in (inputs, *attention_kwargs(now))
@@ -371,6 +390,18 @@ class Planner:
             if stack.layout.references:
                 raise DenseFallback("diffusers caches keys of references on one device only")
             check_context(stack.context, stack.layout.streams(), stack.ranks)
+
+    def _what_keeps_tokens(self) -> str:
+        """What in the model keeps tokens from merging; empty if nothing does."""
+        # also without gradients: a backward pass may follow
+        if any(vars(module).get("gradient_checkpointing") for module in self._modules):  # thousands
+            return "gradient checkpointing runs blocks again when their plan may be another one"
+        if any(keeps_state(module) for block in self._merged for module in block.inside):
+            return (
+                "a cache inside of merged blocks keeps tokens from step to step, whose number must not change: "
+                "use a cache of whole blocks, or granularity='module' for one of attention modules"
+            )
+        return ""
 
     def _check_merging(self, now: ForwardPass, layers: list[Layer], stack: Decision) -> None:
         """Checks for token merging in these layers."""
@@ -383,7 +414,7 @@ class Planner:
             if splits_tokens(layers[0].block):
                 raise DenseFallback("context parallelism splits the tokens within the first block: use skip=1 or more")
         if now.unmergeable is None:
-            now.unmergeable = what_keeps_tokens(self._modules)
+            now.unmergeable = self._what_keeps_tokens()
         if now.unmergeable:
             raise DenseFallback(now.unmergeable)
         if any(given.get("ip_adapter_masks") is not None for given in attention_kwargs(now)):
@@ -417,18 +448,6 @@ def splits_tokens(block: nn.Module) -> bool:
     """Whether context parallelism splits the tokens when the block has been given them, after hooks saw them whole."""
     hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {})
     return any("hidden_states" in (getattr(hook, "metadata", None) or ()) for hook in hooks.values())
-
-
-def what_keeps_tokens(modules: Iterable[nn.Module]) -> str:
-    """What in the modules of a model keeps tokens from merging; empty if nothing does."""
-    for module in modules:  # thousands
-        own = vars(module)
-        registry = own.get("_diffusers_hook")  # of First Block Cache, TaylorSeer, ...
-        if registry is not None and any(hook._is_stateful for hook in registry.hooks.values()):
-            return "a cache keeps tokens from step to step, whose number must not change"
-        if own.get("gradient_checkpointing"):  # also without gradients: a backward pass may follow
-            return "gradient checkpointing runs blocks again when their plan may be another one"
-    return ""
 
 
 # --- orders and patterns of a whole attention sequence ---

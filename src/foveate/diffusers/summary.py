@@ -52,7 +52,7 @@ def report(layer: "Layer", stack: "Decision", card: "Card", merging: "TokenMergi
         card: Card of the model.
         merging: The method of token merging, if any.
     """
-    sparse = stack.is_sparse(layer) and layer.name not in stack.replaced
+    sparse = stack.is_sparse(layer) and layer.name not in stack.dense_layers
     merges = layer.group is not None and stack.regions is not None
     if not (sparse or merges):
         return LayerReport(layer.name, "dense", why=why_dense(layer, stack, merging))
@@ -101,7 +101,7 @@ def merged_weights(layer: "Layer", card: "Card") -> int:
 def why_dense(layer: "Layer", stack: "Decision", merging: "TokenMerging | None") -> str:
     """Why a layer was dense."""
     if layer.sparse or layer.group:
-        return stack.replaced.get(layer.name, stack.why)
+        return stack.dense_layers.get(layer.name, stack.why)
     if merging and layer.number not in merging.dense_layer_set():
         return f"one of the first blocks, which {type(merging).__name__} skips"
     return "named in dense_layers"

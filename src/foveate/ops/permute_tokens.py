@@ -47,7 +47,8 @@ def portable(tensors: tuple[Tensor, ...], order: Tensor | None, rope: Rope | Non
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([-odd, even], -1).flatten(3)
-    return (x.float() * cos.unsqueeze(-2) + turned.float() * sin.unsqueeze(-2)).to(x.dtype)
+    exact = torch.float64 if cos.dtype is torch.float64 else torch.float32  # as the model rotates
+    return (x.to(exact) * cos.unsqueeze(-2) + turned.to(exact) * sin.unsqueeze(-2)).to(x.dtype)
 
 
 dispatch.register_kernels("permute_tokens", "block")

@@ -279,7 +279,7 @@ class Patched:
         ids = torch.cat([self.context.ids, self.prompt])[None]
         full = self.context.lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
         p = full.float().log_softmax(-1)
-        return float((p.exp() * (p - ours)).sum(-1).mean())
+        return max(float((p.exp() * (p - ours)).sum(-1).mean()), 0.0)  # rounding may take it below
 
     def summary(self) -> str:
         """Number of recomputed rows of each chunk, and the time of each step."""

@@ -73,7 +73,7 @@ def attention_map(
         holder = denoiser(pipeline) if adapter.planned_with_model(watched.holder) else watched.holder
         hook = holder.register_forward_pre_hook(watch)  # after the hook that attaches the plans
         try:
-            adapter.planner.paused = method is None
+            adapter.clock.caller.paused = method is None
             step.run(denoiser(pipeline))
         finally:
             hook.remove()

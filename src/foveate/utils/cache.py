@@ -78,10 +78,8 @@ class FixedMemory:
     def hold(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copies of the tensors, in the memory of the previous copies if shapes, dtypes and devices match.
 
-        Returns the tensors themselves while gradients are enabled: a backward pass may need the previous copies.
+        Only for tensors that nothing reads any more when others are held, a backward pass least of all.
         """
-        if torch.is_grad_enabled():
-            return tensors
         if [*map(_memory_of, self._held)] == [*map(_memory_of, tensors)] and all(
             x.is_inference() == torch.is_inference_mode_enabled() for x in self._held
         ):

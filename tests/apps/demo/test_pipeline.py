@@ -79,8 +79,8 @@ def test_a_token_has_four_pixels_a_side(pipe, size):
 
 @pytest.mark.slow
 def test_held_out_captions_are_drawn(pipe):
-    asked = list(itertools.islice(scenes(3, evaluation=True), 8))
-    pictures = torch.from_numpy(draw(pipe, *(scene.caption for scene in asked), size=128, steps=8))
+    asked = list(itertools.islice(scenes(3, evaluation=True), 6))
+    pictures = torch.from_numpy(draw(pipe, *(scene.caption for scene in asked), size=96, steps=8))
     found, _ = recognise(load_recogniser(), pictures.permute(0, 3, 1, 2))
     verdicts = [judge(detections, scene) for detections, scene in zip(found, asked, strict=True)]
     assert sum(v.objects_found for v in verdicts) >= 0.7 * sum(v.objects for v in verdicts)
@@ -126,8 +126,8 @@ def test_a_lora_halves_the_error_of_its_method(name):
 def test_the_pixel_model_draws_held_out_captions():
     pixels = pipelines.load_pipeline(str(find("pixel")), "cpu")
     assert pixels.config.guidance_scale == 3
-    asked = list(itertools.islice(scenes(5, evaluation=True), 6))
-    request = Request("", (64, 64), 8, 1.0, 0)  # guidance would take twice the time
+    asked = list(itertools.islice(scenes(5, evaluation=True), 4))
+    request = Request("", (48, 48), 6, 1.0, 0)  # guidance would take twice the time
     requests = [request._replace(prompt=scene.caption, seed=seed) for seed, scene in enumerate(asked)]
     pictures = np.stack([np.asarray(one) for one in draw_batch(pixels, requests)])
     found, _ = recognise(load_recogniser(), torch.from_numpy(pictures).permute(0, 3, 1, 2))
@@ -138,7 +138,7 @@ def test_the_pixel_model_draws_held_out_captions():
 @pytest.mark.slow
 def test_the_video_model_draws_held_out_captions():
     asked = list(itertools.islice(moving_scenes(5, evaluation=True), 3))
-    request = Request("", (64, 64), 8, 3.0, 0, frames=9)
+    request = Request("", (64, 64), 6, 3.0, 0, frames=9)
     requests = [request._replace(prompt=moving.scene.caption, seed=seed) for seed, moving in enumerate(asked)]
     videos = draw_batch(pipelines.load_pipeline(str(find("video")), "cpu"), requests)
     seen = [recognise(load_recogniser(), torch.from_numpy(np.stack(v)).permute(0, 3, 1, 2))[0] for v in videos]

@@ -14,6 +14,7 @@ from torch import Tensor
 from foveate.apps.bench.models import Model, find_model
 from foveate.apps.bench.table import TableColumn, megabytes, milliseconds, results_table
 from foveate.diffusers.apply import apply
+from foveate.diffusers.card import card_of
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import Grid, TokenMerging
 from foveate.pipelines.lora import using
@@ -59,8 +60,15 @@ class Step(NamedTuple):
 
     def run_as(self, number: int) -> None:
         """Run the forward pass as step `number` of a denoising run."""
-        self.pipe.scheduler.set_begin_index(number)
-        self.run()
+        scheduler, given = self.pipe.scheduler, self.call.kwargs
+        scheduler.set_begin_index(number)
+        level = float(scheduler.timesteps[number]) / scheduler.config.num_train_timesteps
+        if "t" in given:  # of Z-Image, which rises from 0 to 1
+            later = {"t": torch.full_like(given["t"], 1 - level)}
+        else:
+            scale = card_of(denoiser(self.pipe)).timestep_scale or 1.0
+            later = {"timestep": torch.full_like(given["timestep"], scale * level)}
+        self._replace(call=self.call._replace(kwargs=given | later)).run()
 
 
 class Setup(NamedTuple):

@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 from diffusers import Transformer2DModel
+from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    FusedAttnProcessor2_0,
+    FusedJointAttnProcessor2_0,
+    JointAttnProcessor2_0,
+    SlicedAttnProcessor,
+)
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor
@@ -23,11 +32,14 @@ class DispatchedProcessor:
     """Runs the wrapped processor, or Foveate's attention when a `LayerPlan` is attached.
 
     Args:
-        original: The processor to wrap: `AttnProcessor2_0`, `JointAttnProcessor2_0` for [image, text], or that of
-            Cosmos, which rotates halves of the channels.
+        original: The processor to wrap: a plain one, also with fused projections or in slices, a joint one for [image,
+            text], or that of Cosmos, which rotates halves of the channels.
     """
 
-    known = AttnProcessor2_0, JointAttnProcessor2_0, CosmosAttnProcessor2_0
+    known = (
+        AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0, SlicedAttnProcessor,
+        JointAttnProcessor2_0, FusedJointAttnProcessor2_0, CosmosAttnProcessor2_0,
+    )  # fmt: skip
     _attention_backend = None
     _parallel_config = None
 
@@ -62,6 +74,14 @@ class DispatchedProcessor:
         image_out, text_out = out.tensor_split([hidden_states.shape[1]], 1)
         image_out = attn.to_out[1](attn.to_out[0](image_out))
         return image_out, text_out if attn.context_pre_only else attn.to_add_out(text_out)
+
+
+def _skip(attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any, **__: Any) -> Any:
+    """What guiders of diffusers that skip an attention module return in its place."""
+    return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+
+
+AttentionProcessorRegistry.register(DispatchedProcessor, AttentionProcessorMetadata(_skip))
 
 
 def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
@@ -115,6 +135,7 @@ class CosmosCard(Card):
     """`CosmosTransformer3DModel` (Predict, Transfer): video tokens alone, which the model rotates itself."""
 
     start_percent = 0.4
+    timestep_scale = None
     attention = {"attn1": False}  # noqa: RUF012
     wrapper = DispatchedProcessor
     merging_unsupported_reason = "rotates halves of the channels instead of pairs"

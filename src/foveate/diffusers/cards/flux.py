@@ -11,15 +11,16 @@ from foveate.diffusers.card import Card, Layout, Segment, Segments, Stack, image
 from foveate.methods.base import DenseFallback, default_skip
 from foveate.utils.cache import cached_by_tensor
 
-__all__ = ["BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
+__all__ = ["BriaCard", "BriaFiboCard", "ChromaCard", "Flux2Card", "FluxCard", "grids_of"]
 
 CACHING = Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 
 
 class FluxCard(Card):
-    """The models of FLUX.1, Bria 3.2, LongCat-Image and Ovis-Image."""
+    """The models of FLUX.1, LongCat-Image and Ovis-Image."""
 
     rope = "image_rotary_emb"
+    timestep_scale = 1.0
     merge_mlp = False
     joined = False  # single-stream blocks of FLUX join text and image themselves
 
@@ -38,6 +39,12 @@ class FluxCard(Card):
         single = model.single_transformer_blocks
         yield Stack("transformer_blocks", double, model, "double", default_skip(len(double), double=True))
         yield Stack("single_transformer_blocks", single, model, "single", default_skip(len(single)), self.joined)
+
+
+class BriaCard(FluxCard):
+    """`BriaTransformer2DModel` (Bria 3.2)."""
+
+    timestep_scale = 1000.0
 
 
 class Flux2Card(FluxCard):
@@ -79,7 +86,7 @@ class ChromaCard(FluxCard):
         return text_and_padding(tokens, mask)
 
 
-class BriaFiboCard(FluxCard):
+class BriaFiboCard(BriaCard):
     """`BriaFiboTransformer2DModel`. Its mask over the padded text is an argument of the attention modules."""
 
     joined = True

@@ -13,6 +13,7 @@ __all__ = ["HunyuanImageCard", "padding_last"]
 class HunyuanImageCard(FluxCard):
     """`HunyuanImageTransformer2DModel`. Text tokens are not rotated."""
 
+    timestep_scale = 1000.0
     padding_mask = "encoder_attention_mask"
     rotates_text = False
     returns_image_first = True

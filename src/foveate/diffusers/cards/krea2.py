@@ -13,6 +13,7 @@ class Krea2Card(Card):
     """`Krea2Transformer2DModel`. Its text is padded in the middle: the end of the prompt template comes last."""
 
     rope = "image_rotary_emb"
+    timestep_scale = 1.0
     padding_mask = "encoder_attention_mask"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:

@@ -15,6 +15,7 @@ class QwenImageCard(Card):
     """`QwenImageTransformer2DModel`. Its text is padded to the longest prompt of a batch."""
 
     rope = "image_rotary_emb"
+    timestep_scale = 1.0
     merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
     padding_mask = "encoder_hidden_states_mask"
 

@@ -65,6 +65,10 @@ class GlmImageCard(Card):
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
         return Layout((text(inputs["encoder_hidden_states"].shape[1]), picture))
 
+    def timestep(self, inputs: dict[str, Any]) -> Any:
+        """Timestep of the scheduler: the pipeline passes one less."""
+        return inputs["timestep"] + 1
+
 
 class Kandinsky5Card(Card):
     """`Kandinsky5Transformer3DModel`, for images and videos: video tokens alone; text by cross-attention."""

@@ -18,6 +18,7 @@ class ZImageCard(Card):
 
     attention = {"attention": True}  # noqa: RUF012
     rope = "freqs_cis"
+    timestep_scale = 1.0
     padding_mask = "attn_mask"
     merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
 
