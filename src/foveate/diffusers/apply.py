@@ -71,7 +71,7 @@ class Handle:
                 caller.paused = paused
 
     @contextmanager
-    def image(self) -> Generator[None]:
+    def image(self, pipeline: Any = None) -> Generator[None]:
         """Context in which your own loop over timesteps generates one image, or one batch of images, in this thread.
 
         Pipelines need no such context. Without it, token merging makes a new plan in every forward pass of the loop.
@@ -80,10 +80,14 @@ class Handle:
             >>> with run.image():
             ...     for t in timesteps:
             ...         latents = step(model(latents, t), latents)
+
+        Args:
+            pipeline: The pipeline whose scheduler the loop steps, which then tells the step. None: each smaller
+                timestep begins a new step, and `start_percent` follows the timestep.
         """
         with ExitStack() as stack:
             for adapter in self._adapters.values():
-                stack.enter_context(adapter.clock.image())
+                stack.enter_context(adapter.clock.image(pipeline))
             yield
 
     def _replaced(self) -> frozenset[str]:

@@ -4,7 +4,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import cache, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from foveate.diffusers.backend import LayerPlan, plan_of, with_text
 from foveate.diffusers.card import Card
 from foveate.utils.cache import FixedMemory
 
-__all__ = ["Argument", "ArgumentsToBackend", "InnermostForward", "Rotations", "arguments_by_name"]
+__all__ = ["Argument", "ArgumentsToBackend", "InnermostForward", "Rotations", "UncompiledForward", "arguments_by_name"]
 
 
 class InnermostForward:
@@ -56,6 +56,15 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     names = _names(type(module))
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: given[name] for name in names if name in given} | given
+
+
+class UncompiledForward(InnermostForward):
+    """An `InnermostForward` whose `run` is left out of the compiled code of the module; what it runs is compiled."""
+
+    @partial(torch.compiler.disable, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the module's `forward`."""
+        return self.run(self.original, *args, **kwargs)
 
 
 class Argument:

@@ -56,12 +56,14 @@ class Caller(threading.local):
 
     Attributes:
         runs: The current run of each scheduler, by its timesteps.
-        loop: The run of a loop without a pipeline: see `Handle.image`. None outside of one.
+        pipeline: The pipeline that `Handle.image` names; None if there is none.
+        loop: The run of a loop without a pipeline, opened by `Handle.image`; None outside of one.
         paused: Whether every forward pass is dense: see `Handle.paused`.
     """
 
     def __init__(self) -> None:
         self.runs: Any = WeakTensorKeyDictionary()
+        self.pipeline: Any = None
         self.loop: Run | None = None
         self.paused = False
 
@@ -72,9 +74,9 @@ class Caller(threading.local):
 class Clock:
     """Step and progress of denoising runs.
 
-    The scheduler of the pipeline that generates in this thread, or else of the one that methods were applied to, is
-    believed while the timestep that the model is given is the scheduler's own. Other passes are those of an unknown
-    caller: their progress follows the timestep, and they keep nothing.
+    The pipeline that generates in this thread tells the step, whatever pipeline the methods were applied to. In a loop
+    without one, the scheduler of the latter does while the timestep that the model is given is the scheduler's own.
+    Other passes are those of an unknown caller: their progress follows the timestep, and they keep nothing.
 
     Args:
         pipeline: The pipeline that methods were applied to; None if they were applied to the model alone.
@@ -93,29 +95,33 @@ class Clock:
         return self._pipeline() if self._pipeline else None
 
     @contextmanager
-    def image(self) -> Generator[None]:
+    def image(self, pipeline: Any) -> Generator[None]:
         """Context in which the passes of this thread belong to one run: see `Handle.image`."""
-        before, self.caller.loop = self.caller.loop, Run()
+        caller = self.caller
+        before, caller.pipeline, caller.loop = (caller.pipeline, caller.loop), pipeline, Run()
         try:
             yield
         finally:
-            self.caller.loop = before
+            caller.pipeline, caller.loop = before
 
     def step(self, timestep: Tensor, scale: float | None, *, keep: bool) -> Step:
-        """Position of the forward pass that begins. Reading the timestep waits for its device.
+        """Position of the forward pass that begins.
+
+        Reading the timestep waits for its device, which a scheduler that counts its steps makes unnecessary.
 
         Args:
             timestep: Timestep that the model is given; the largest counts where tokens differ.
-            scale: Timestep of pure noise; None believes the scheduler whatever the timestep, and so does the capture
-                of a CUDA graph, which can read nothing.
+            scale: Timestep of pure noise; None if timesteps have another scale.
             keep: Whether the pass shares what others of its run keep.
         """
-        level = math.nan
-        if scale is not None and not (timestep.is_cuda and torch.cuda.is_current_stream_capturing()):
-            level = float(timestep.max()) / scale
+        caller = self.caller
+        generating = caller.pipeline or _generating_pipeline()
+        scheduler = getattr(generating or self.pipeline, "scheduler", None)
+        known = generating is not None and hasattr(scheduler, "step_index")
+        capturing = timestep.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph can read nothing
+        level = math.nan if scale is None or known or capturing else float(timestep.max()) / scale
         precision = torch.finfo(timestep.dtype).eps if timestep.is_floating_point() else 0.0
         far = level * precision + 1e-6  # two roundings of the timestep
-        scheduler, caller = getattr(_generating_pipeline() or self.pipeline, "scheduler", None), self.caller
         number, progress, timesteps = None, round(1 - level, 4), getattr(scheduler, "timesteps", None)
         if timesteps is not None and (number := _number(scheduler, level, far)) is not None:
             progress = number / len(timesteps)
@@ -154,7 +160,7 @@ def _number(scheduler: Any, level: float, far: float) -> int | None:
 
     Args:
         scheduler: A scheduler of diffusers.
-        level: Timestep of the model, 1 at pure noise; NaN if it tells nothing.
+        level: Timestep of the model, 1 at pure noise; NaN if it was not read.
         far: Largest difference from the scheduler's timestep.
     """
     timesteps, most = scheduler.timesteps, getattr(scheduler, "config", {}).get("num_train_timesteps", 1000)

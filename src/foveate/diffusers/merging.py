@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from foveate.diffusers.arguments import Argument, InnermostForward
+from foveate.diffusers.arguments import Argument, InnermostForward, UncompiledForward
 from foveate.diffusers.backend import LayerPlan, with_text
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
@@ -225,7 +225,7 @@ class MergedBlock:
         method, card = self.group.method, self.group.card
         self._plans, self._ends_run, self._whole = plans, last, method.granularity == "block"
         if self._whole or (plans and not method.per_block):
-            self._replace(self.block, self.run_outside)
+            self._forwards.append(UncompiledForward(self.block, self.run_uncompiled))
         elif plans:
             self._replace(self.block, self.run)
         if self._whole or card.is_single_stream(self.block):
@@ -252,36 +252,38 @@ class MergedBlock:
     # --- whole blocks ---
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block, after the plan is made from its input."""
+        self.plan(args, kwargs)
+        return forward(*args, **kwargs)
+
+    @partial(torch.compiler.disable, recursive=False)
+    def run_uncompiled(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block: make the plan first if it is to be made here, and merge if whole blocks merge.
 
         With granularity="block", a run of blocks works on merged tokens. What the blocks add to the merged tokens is
         added to all tokens after the last. That is what merging and unmerging around each block gives wherever
         merging undoes unmerging: with hard weights exactly.
         """
-        if self._plans and self.group.now is not None:
-            self.plan(args, kwargs)
-        if not self._whole:
-            return forward(*args, **kwargs)
         args, kwargs = self.enter(args, kwargs)
         return self.leave(forward(*args, **kwargs))
 
-    @partial(torch.compiler.disable, recursive=False)
-    def run_outside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`run`, outside of the compiled code of the block."""
-        return self.run(forward, *args, **kwargs)
-
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan of the group from the arguments of the block."""
-        now, rope = self.group.now, self.rope.of(args, kwargs)
+        """Make the plan of the group from the arguments of the block, if tokens merge."""
+        if (now := self.group.now) is None:
+            return
+        rope = self.rope.of(args, kwargs)
         rotation = None if rope is None else self.group.card.rotation(rope)
         image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
         if rotation is not None and not self.group.card.rotates_text:
             rotation = with_text(rotation, image.shape[1] + len(now.text))
         self.group.plan(image, rotation)
 
+    @torch.compiler.disable
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of the block with merged tokens, which they may be already."""
-        if (now := self.group.merging) is None:
+        """The arguments of the block, with merged tokens if whole blocks merge; they may be merged already."""
+        if self._plans:
+            self.plan(args, kwargs)
+        if not self._whole or (now := self.group.merging) is None:
             return args, kwargs
         if now.whole is None:
             x = tokens_of(args, kwargs)
@@ -289,6 +291,7 @@ class MergedBlock:
             args, kwargs = with_tokens(now.whole[1], args, kwargs)
         return without_rope(now, self.rope, args, kwargs)
 
+    @torch.compiler.disable
     def leave(self, output: Any) -> Any:
         """The output of the block with unmerged tokens, unless the next block takes them merged."""
         now = self.group.now

@@ -14,7 +14,6 @@ from torch import Tensor
 from foveate.apps.bench.models import Model, find_model
 from foveate.apps.bench.table import TableColumn, megabytes, milliseconds, results_table
 from foveate.diffusers.apply import apply
-from foveate.diffusers.card import card_of
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import Grid, TokenMerging
 from foveate.pipelines.lora import using
@@ -60,15 +59,8 @@ class Step(NamedTuple):
 
     def run_as(self, number: int) -> None:
         """Run the forward pass as step `number` of a denoising run."""
-        scheduler, given = self.pipe.scheduler, self.call.kwargs
-        scheduler.set_begin_index(number)
-        level = float(scheduler.timesteps[number]) / scheduler.config.num_train_timesteps
-        if "t" in given:  # of Z-Image, which rises from 0 to 1
-            later = {"t": torch.full_like(given["t"], 1 - level)}
-        else:
-            scale = card_of(denoiser(self.pipe)).timestep_scale or 1.0
-            later = {"timestep": torch.full_like(given["timestep"], scale * level)}
-        self._replace(call=self.call._replace(kwargs=given | later)).run()
+        self.pipe.scheduler.set_begin_index(number)
+        self.run()
 
 
 class Setup(NamedTuple):
@@ -309,7 +301,7 @@ def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: 
     advance = track(method.title, steps)
     torch._dynamo.reset()  # as above
     taken: list[float] = []
-    with apply(step.pipe, *method.parts):
+    with apply(step.pipe, *method.parts) as run, run.image(step.pipe):
         for _ in range(1 + 2 * step.cuda_graphs):  # CUDA graphs are recorded the second time
             for number in sorted({0, 1, merging.merge_every, merging.weights_every}):  # compiles what a cycle runs
                 step.run_as(number)
