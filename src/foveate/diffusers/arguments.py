@@ -59,12 +59,23 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class UncompiledForward(InnermostForward):
-    """An `InnermostForward` whose `run` is left out of the compiled code of the module; what it runs is compiled."""
+    """Hooks around a module's own `forward`, below those of others and outside of the compiled code of the module.
+
+    Args:
+        module: The module.
+        before: Returns the arguments to run it with, given its arguments.
+        after: Returns what it shall return, given its output.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        super().__init__(module, before)
+        self.after = after
 
     @partial(torch.compiler.disable, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the module's `forward`."""
-        return self.run(self.original, *args, **kwargs)
+        args, kwargs = self.run(args, kwargs)
+        return self.after(self.original(*args, **kwargs))
 
 
 class Argument:
@@ -124,7 +135,7 @@ class Rotations:
 
 
 class ArgumentsToBackend:
-    """Moves arguments of a block into the plans of its layers: the backend uses them, not the processor.
+    """A hook on a block that moves arguments into the plans of its layers: the backend uses them, not the processor.
 
     The backend rotates queries and keys by the rotary embedding while it gathers them: on a GPU one kernel then does
     what many would. It reads and fills the cache of reference keys, since a processor that does so passes no plan on.
@@ -139,11 +150,11 @@ class ArgumentsToBackend:
         self.attentions, self.rotations = attentions, rotations
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the block: the arguments that are left to it."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
-            return forward(*args, **kwargs)
+            return args, kwargs
         if (rope := self.rope.of(args, kwargs)) is not None:
             for plan in plans:
                 if plan.rope is None:  # that of merged tokens is set already
@@ -154,4 +165,4 @@ class ArgumentsToBackend:
             for plan in plans:
                 plan.cache = options["kv_cache"]
             args, kwargs = self.cache.dropped(args, kwargs)
-        return forward(*args, **kwargs)
+        return args, kwargs
