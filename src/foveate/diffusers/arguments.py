@@ -151,10 +151,10 @@ class ArgumentsToBackend:
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
     def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the block: the arguments that are left to it."""
+        """Hook before the block: the arguments that are left to it, or None if all are."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
-            return args, kwargs
+            return None  # anything else would have the hook compiled with the block
         if (rope := self.rope.of(args, kwargs)) is not None:
             for plan in plans:
                 if plan.rope is None:  # that of merged tokens is set already

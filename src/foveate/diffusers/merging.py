@@ -269,7 +269,8 @@ class MergedBlock:
             if rotation is not None and not self.group.card.rotates_text:
                 rotation = with_text(rotation, image.shape[1] + len(now.text))
             self.group.plan(image, rotation)
-        return self._arguments.take(self.block, args, kwargs) if self._arguments else (args, kwargs)
+        taken = self._arguments.take(self.block, args, kwargs) if self._arguments else None
+        return taken or (args, kwargs)
 
     @torch.compiler.disable
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
