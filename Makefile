@@ -1,6 +1,7 @@
 # make demo   pictures side by side on this machine, one HTML page      make lint    ruff and pyright
 # make test   lint, types and the fast tests                            make bench   time a Flux step, dense and sparse
 # make docs   the documentation as a site in site/                      make test-all   the same and the slow tests
+# make test-quantised   methods on quantised weights, with packages that the other tests do without
 #
 # Each makes .venv first if it is missing. PYTHON= picks the interpreter (3.11 or newer), TORCH= the torch requirement.
 PYTHON ?= python3
@@ -8,7 +9,7 @@ TORCH ?= torch
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # tests start three times as fast from what they compiled before
 
-.PHONY: demo test fast test-all lint bench docs
+.PHONY: demo test fast test-all test-quantised lint bench docs
 
 demo: .venv/foveate
 	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 8 --rounds 1 --out demo
@@ -21,6 +22,10 @@ fast:
 
 test-all: test
 	TORCH="$(TORCH)" $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
+
+test-quantised: .venv/dev
+	$(BIN)/pip install -q -e ".[quantised]"
+	$(BIN)/pytest -n 2 -m slow tests/diffusers/test_quantised.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

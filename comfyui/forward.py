@@ -131,6 +131,7 @@ class Foveated:
             self.sparse.method, _ = sparse_and_merging(self.methods)
         self._warned = False
         self._sigma, self._step = -1.0, -1
+        self._passes: Counter[Any] = Counter()  # of this step, by kind
         self._merges: dict[Any, tuple[tuple[int, int], Any]] = {}
 
     @property
@@ -235,8 +236,11 @@ class Foveated:
         if method.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
         if (sigma := sigma_of(options)) != self._sigma:
-            self._step = self._step + 1 if sigma < self._sigma else 0
-            self._sigma = sigma
+            if sigma > self._sigma:  # another image
+                self._step = -1
+                self._merges.clear()
+            self._sigma, self._step = sigma, self._step + 1
+            self._passes.clear()
         if attend:
             regions = method.regions_along(attend.plan, grids[0])
             if not family.text:
@@ -245,7 +249,8 @@ class Foveated:
         else:
             regions = method.regions(grids, device=str(x.device))
         run = bool(attend), grids, len(x), x.dtype, x.device, tuple(options.get("cond_or_uncond", ()))
-        merging = Merging(self, regions, text, family.image_first, attend, (text, *run))
+        self._passes[run] += 1  # each window of a tiled image has a plan of its own
+        merging = Merging(self, regions, text, family.image_first, attend, (text, self._passes[run], *run))
         blocks, number = dict((options.get("patches_replace") or {}).get("dit") or {}), 0
         for kind, attribute in zip(("double_block", "single_block"), family.blocks, strict=False):
             length = len(getattr(model, attribute))

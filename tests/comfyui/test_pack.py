@@ -506,6 +506,21 @@ def test_a_plan_of_merging_lasts_for_its_steps_and_is_forgotten_after_the_run(pa
     assert not wrapper._merges
 
 
+def test_each_window_of_a_tiled_image_and_each_image_has_a_plan_of_its_own(pack):
+    """Two windows at one noise level shared a plan, and so did a second image at a higher level."""
+    model, method = Flux(), ToMA(keep=0.5, skip=0, dst_every=9, weights_every=9)
+    x, *others = inputs(Flux)
+    windows = [(x, *others), (x.flip(2), *others)]
+
+    def alone(case, sigma):
+        return run(pack.Foveated((method, ALWAYS)), model, case, sigma=sigma)
+
+    wrapper = pack.Foveated((method, ALWAYS))
+    assert all(torch.equal(run(wrapper, model, case, sigma=1.0), alone(case, 1.0)) for case in windows)
+    run(wrapper, model, windows[0], sigma=0.5)
+    assert torch.equal(run(wrapper, model, windows[1], sigma=1.0), alone(windows[1], 1.0))
+
+
 def test_what_cannot_be_sparse_stays_dense_and_says_why(pack, caplog):
     model, case = WanModel(), inputs(WanModel, text=240)
     wrapper = pack.Foveated((HilbertA(tiles=4), ALWAYS))
