@@ -73,6 +73,8 @@ def soak(minutes: float, seed: int = 0) -> dict[str, Any]:
     chance, counts = random.Random(seed), Counter[str](wrong=0)
     options: dict[str, Any] = {"layers": 2, "single_layers": 4, "heads": 2, "rope": (4, 6, 6), "text_dim": 32}
     model, alone = (untrained_pipeline(**options, text_layers=1) for _ in range(2))
+    for pipe in (model, alone):
+        pipe.to(torch.float64)  # rounding would now and then choose another token to keep
     pipes, alone = [share(model) for _ in range(THREADS)], share(alone)
     process, memory, wanted = psutil.Process(), [], {}
     start = time.perf_counter()
