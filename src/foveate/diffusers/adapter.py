@@ -233,10 +233,10 @@ class ModelAdapter:
     @outside_compiled_code
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Hook before the model: a forward pass begins, as soon as no other thread is in one."""
+        inputs = arguments_by_name(model, args, kwargs)
         self._lock.acquire()
         if self.now.running and not is_running(model):
             self._forget_interrupted()
-        inputs = arguments_by_name(model, args, kwargs)
         if not torch.is_grad_enabled() and self.layers[0].block._compiled_call_impl:
             torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
         self.now.detach()
