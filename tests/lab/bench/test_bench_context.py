@@ -51,7 +51,7 @@ def test_every_variant_is_timed_in_its_stages(result):
 
 
 def test_a_variant_gives_the_answer_of_the_context_it_patches():
-    work = library.Work(library.find_encoder("small", CPU, torch.float32), 61, SETTINGS.asked._replace(chunk=30))
+    work = library.Work(library.find_encoder("small", CPU, torch.float32), 61, SETTINGS.workload._replace(chunk=30))
     (question,) = work.draw(1, 0)
     (variant,) = (variant for variant in context.variants(SETTINGS) if variant.name == "InfoFlow 25%")
     logits, rows = first_token(variant, work, question)
