@@ -544,8 +544,8 @@ def assert_equal(now, before, where):
         for i, pair in enumerate(zip(now, before, strict=True)):
             assert_equal(*pair, f"{where}, {i}")
     elif isinstance(before, float):
-        rough = "outputs pixel" in where  # its selection of blocks turns on the last bit in some processors
-        assert now == pytest.approx(before, rel=2e-3 if rough else 1e-4, abs=1e-4 if rough else 1e-5), where
+        rough = "outputs pixel" in where  # sines of its timesteps are float32, and processors round them differently
+        assert now == pytest.approx(before, rel=1e-4, abs=1e-4 if rough else 1e-5), where
     else:
         assert now == before, where
 

@@ -34,7 +34,6 @@ METHODS = {
 }
 SIZES = (64, 64), (64, 96), (96, 64)
 SEEDS, STEPS, THREADS = range(3), 4, 3
-EMBEDDED: list[Any] = []  # the prompt
 ROUNDING = 1e-5  # of products of matrices on a CPU with several threads; a wrong plan is 1e-2 off
 
 
@@ -50,8 +49,8 @@ def share(pipe: FluxPipeline) -> FluxPipeline:
 
 
 @torch.no_grad()
-def generate(pipe: Any, size: tuple[int, int], seed: int, fails: bool = False) -> Tensor:
-    """Latents of an image; if it fails, `Failure` is raised in the middle of a forward pass."""
+def generate(pipe: Any, prompt: dict[str, Any], size: tuple[int, int], seed: int, fails: bool = False) -> Tensor:
+    """Latents of an image; if it fails, a RuntimeError is raised in the middle of a forward pass."""
     height, width = size
 
     def interrupt(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -63,22 +62,22 @@ def generate(pipe: Any, size: tuple[int, int], seed: int, fails: bool = False) -
         "callback_on_step_end_tensor_inputs": ["prompt_embeds"],
         "callback_on_step_end": interrupt,
     }
-    words, pooled, _ = EMBEDDED  # tokenizers of Hugging Face are not made for several threads
     return pipe(
-        prompt_embeds=words, pooled_prompt_embeds=pooled, height=height, width=width, num_inference_steps=STEPS,
+        **prompt, height=height, width=width, num_inference_steps=STEPS,
         output_type="latent", generator=torch.Generator().manual_seed(seed), **(options if fails else {}),
     ).images  # fmt: skip
 
 
 def soak(minutes: float, seed: int = 0) -> dict[str, Any]:
     """Counts of images, wrong images and errors, and the memory of the process over time."""
-    torch.set_grad_enabled(False)
     chance, counts = random.Random(seed), Counter[str](wrong=0)
     options: dict[str, Any] = {"layers": 2, "single_layers": 4, "heads": 2, "rope": (4, 6, 6), "text_dim": 32}
     model, alone = (untrained_pipeline(**options, text_layers=1) for _ in range(2))
     for pipe in (model, alone):
         pipe.to(torch.float64)  # rounding would now and then choose another token to keep
-    EMBEDDED[:] = model.encode_prompt("a lighthouse", None, max_sequence_length=16)
+    with torch.no_grad():  # once: tokenizers of Hugging Face are not made for several threads
+        words, pooled, _ = model.encode_prompt("a lighthouse", None, max_sequence_length=16)
+    prompt = {"prompt_embeds": words, "pooled_prompt_embeds": pooled}
     pipes, alone = [share(model) for _ in range(THREADS)], share(alone)
     process, memory, wanted = psutil.Process(), [], {}
     start = time.perf_counter()
@@ -89,7 +88,7 @@ def soak(minutes: float, seed: int = 0) -> dict[str, Any]:
             if cached:
                 alone.transformer.enable_cache(FirstBlockCacheConfig(0.5))
             with foveate.apply(alone, *METHODS[method]) if METHODS[method] else nullcontext():
-                wanted[key] = generate(alone, size, seed)
+                wanted[key] = generate(alone, prompt, size, seed)
             if cached:
                 alone.transformer.disable_cache()
         return wanted[key]
@@ -105,7 +104,7 @@ def soak(minutes: float, seed: int = 0) -> dict[str, Any]:
             found = Counter[str]()
             for size, seed, fails in images:
                 try:
-                    image = generate(pipe, size, seed, fails)
+                    image = generate(pipe, prompt, size, seed, fails)
                 except RuntimeError:
                     found["errors raised"] += 1
                     continue

@@ -118,6 +118,45 @@ def test_a_failed_pass_lets_others_in(methods, error):
         torch.testing.assert_close(done[0], want)
 
 
+@every_method
+@torch.no_grad()
+def test_methods_may_be_removed_while_threads_wait_or_from_inside_of_a_pass(methods):
+    model, x = built("flux", (16, 16), 1)
+    dense, begun, go, got = call(model, x), threading.Event(), threading.Event(), []
+
+    def stop(block, args):
+        handle.remove()
+        begun.set()
+        go.wait(60)
+
+    def work():
+        with torch.no_grad():
+            got.append(call(model, x))
+
+    run = foveate.apply(model, *methods)
+    want = call(model, x)
+    handle = model.transformer_blocks[1].register_forward_pre_hook(stop)
+    threads = [threading.Thread(target=work, daemon=True)]
+    threads[0].start()
+    begun.wait(60)
+    threads += [threading.Thread(target=target, daemon=True) for target in (run.remove, work)]
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(got) == 2
+    assert torch.equal(got[0], want)
+    assert any(torch.allclose(got[1], out) for out in (dense, want))
+    assert torch.equal(call(model, x), dense)
+
+    run = foveate.apply(model, *methods)
+    handle = model.single_transformer_blocks[1].register_forward_pre_hook(lambda block, args: run.remove())
+    call(model, x)
+    handle.remove()
+    assert torch.equal(call(model, x), dense)
+
+
 @torch.no_grad()
 def test_a_pause_is_one_of_its_thread():
     model, x = built("flux", (16, 16), 1)
@@ -188,6 +227,21 @@ def test_a_pipeline_may_generate_inside_of_a_step_of_another(pipe):
 
         assert torch.equal(image(pipe, callback_on_step_end=generate), want[0])
         assert all(torch.equal(each, want[1]) for each in got)
+
+
+def test_a_pipeline_whose_own_scheduler_stands_still_follows_the_timestep(pipe):
+    """As pipelines do that copy their scheduler, one for each frame of a video."""
+
+    class Copying(FluxPipeline):
+        def __call__(self, x):
+            for level in (1.0, 0.75, 0.5, 0.25):
+                call(self.transformer, x | {"timestep": torch.tensor([level])})
+
+    x = tiny.inputs() | {"hidden_states": torch.randn(1, 320, 16, dtype=torch.float64)}
+    copying = Copying(**pipe.components)
+    with foveate.apply(copying, HilbertA(tiles=4, start_percent=0.5)) as run, torch.no_grad():
+        copying(x)
+        assert sparse_passes(run) == 2
 
 
 def test_modular_pipelines_tell_the_step(pipe):

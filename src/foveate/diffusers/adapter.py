@@ -134,9 +134,11 @@ class ModelAdapter:
         return holder is self.model or isinstance(holder, nn.ModuleList)
 
     def remove(self) -> None:
-        """Restore the model exactly. Doing it twice is fine."""
+        """Restore the model exactly, after the forward passes of other threads. Doing it twice is fine."""
+        self._lock.acquire()
         for handle in self._hooks:
             handle.remove()
+        self._hooks = []
         for block in self.blocks:
             block.remove()
         for holder in {layer.holder for layer in self.layers}:
@@ -148,6 +150,9 @@ class ModelAdapter:
             if attn.processor is replacement:  # a processor that was set after apply stays
                 attn.processor = original
         self._replaced = []
+        if self.now.running:  # this thread is in a pass, whose hooks are gone
+            self._end_passes()
+        self._lock.release()
 
     # --- construction ---
 
@@ -235,8 +240,11 @@ class ModelAdapter:
         """Hook before the model: a forward pass begins, as soon as no other thread is in one."""
         inputs = arguments_by_name(model, args, kwargs)
         self._lock.acquire()
-        if self.now.running and not is_running(model):
-            self._forget_interrupted()
+        if not self._hooks:  # removed while this pass waited for another
+            self._lock.release()
+            return (), inputs
+        if self.now.running and not is_running(model):  # KeyboardInterrupt ended it without `after_model`
+            self._end_passes()
         if not torch.is_grad_enabled() and self.layers[0].block._compiled_call_impl:
             torch.compiler.cudagraph_mark_step_begin()  # blocks may read what CUDA graphs of other blocks wrote
         self.now.detach()
@@ -250,14 +258,14 @@ class ModelAdapter:
         )
         for block in self.blocks:
             block.follow()
-        self._show_merging()
+        self._set_merging()
         self._rotations.clear(reuse=self.now.reuse)
         for holder in filter(self.planned_with_model, self.now.decisions):
             self._plan_stack(holder, inputs)
         return (), inputs
 
-    def _forget_interrupted(self) -> None:
-        """Drop passes of this thread that ended without `after_model`, as KeyboardInterrupt ends them."""
+    def _end_passes(self) -> None:
+        """End the passes of this thread whose `after_model` will not run."""
         while self.now.outer is not None:
             self.now = self.now.outer
             self._lock.release()
@@ -295,10 +303,10 @@ class ModelAdapter:
         if now.outer is not None:
             self.now = now.outer
             self.now.attach_again()
-            self._show_merging()
+            self._set_merging()
         self._lock.release()
 
-    def _show_merging(self) -> None:
+    def _set_merging(self) -> None:
         """Have the groups of blocks merge as the current pass does."""
         for group in self.groups:
             group.now = self.now.merging.get(group)

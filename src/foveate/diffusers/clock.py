@@ -107,7 +107,7 @@ class Clock:
     def step(self, timestep: Tensor, scale: float | None, *, keep: bool) -> Step:
         """Position of the forward pass that begins.
 
-        Reading the timestep waits for its device, which a scheduler that counts its steps makes unnecessary.
+        Reading the timestep waits for its device. It is not read where the scheduler of a pipeline counts its steps.
 
         Args:
             timestep: Timestep that the model is given; the largest counts where tokens differ.
@@ -117,7 +117,8 @@ class Clock:
         caller = self.caller
         generating = caller.pipeline or _generating_pipeline()
         scheduler = getattr(generating or self.pipeline, "scheduler", None)
-        known = generating is not None and hasattr(scheduler, "step_index")
+        counted = getattr(scheduler, "step_index", None), getattr(scheduler, "begin_index", None)
+        known = generating is not None and counted != (None, None)
         capturing = timestep.is_cuda and torch.cuda.is_current_stream_capturing()  # a graph can read nothing
         level = math.nan if scale is None or known or capturing else float(timestep.max()) / scale
         precision = torch.finfo(timestep.dtype).eps if timestep.is_floating_point() else 0.0
@@ -163,10 +164,10 @@ def _number(scheduler: Any, level: float, far: float) -> int | None:
         level: Timestep of the model, 1 at pure noise; NaN if it was not read.
         far: Largest difference from the scheduler's timestep.
     """
-    timesteps, most = scheduler.timesteps, getattr(scheduler, "config", {}).get("num_train_timesteps", 1000)
+    timesteps, noise = scheduler.timesteps, getattr(scheduler, "config", {}).get("num_train_timesteps", 1000)
     if hasattr(scheduler, "step_index"):  # None before the first step
         number = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-        if number < len(timesteps) and (math.isnan(level) or abs(float(timesteps[number]) / most - level) <= far):
+        if number < len(timesteps) and (math.isnan(level) or abs(float(timesteps[number]) / noise - level) <= far):
             return number
         return None
-    return next((i for i, t in enumerate(timesteps.tolist()) if abs(t / most - level) <= far), None)
+    return next((i for i, t in enumerate(timesteps.tolist()) if abs(t / noise - level) <= far), None)

@@ -157,7 +157,7 @@ class Split(NamedTuple):
     Attributes:
         block: Tokens of a block.
         blocks: Number of blocks of a head.
-        means: Number of means among the shared keys, for each level with means.
+        means: Number of pooled keys (block means) among the shared keys, for each level that has any.
         shared: Number of shared keys.
         run: Queries of a run.
         runs: Number of runs of a head.
