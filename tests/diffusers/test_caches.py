@@ -147,6 +147,18 @@ def test_first_block_cache_adds_the_residual_of_the_first_step(method, cache_fir
         torch.testing.assert_close(generate(model, x, run), got, rtol=1e-4, atol=1e-5)
 
 
+def test_hooks_around_blocks_see_whole_tokens():
+    """Between the blocks of a run they would be given merged ones, and a cache of blocks would keep these."""
+    model, x = model_of("flux")
+    tokens, seen = x["hidden_states"].shape[1], set()
+    with foveate.apply(model, *METHODS["toma-block"][0]):
+        want = call(model, x)
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+            block.register_forward_hook(lambda block, args, output: seen.add(output[1].shape[1]))
+        torch.testing.assert_close(call(model, x), want, rtol=1e-5, atol=1e-6)
+    assert seen == {tokens}
+
+
 # --- cache-dit, which calls the blocks in place of the model ---
 
 
