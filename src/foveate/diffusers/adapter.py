@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foveate.diffusers.arguments import ArgumentsToBackend, Rotations, arguments_by_name
+from foveate.diffusers.arguments import ArgumentsToBackend, InnermostForward, Rotations, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, RerunWithPlans, dispatches, local_tokens, plan_of
 from foveate.diffusers.card import Card, Stack
 from foveate.diffusers.clock import Clock
@@ -94,6 +94,7 @@ class ModelAdapter:
         self.outcomes = Counter[str]()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
+        self._moved: list[InnermostForward] = []
         self._rotations = Rotations(card)
         self._lock = PassLock()
         self.now = ForwardPass({})
@@ -127,7 +128,9 @@ class ModelAdapter:
     @property
     def hooks_inside(self) -> bool:
         """Whether submodules carry hooks, not only the root."""
-        return bool(self.blocks) or any(not self.planned_with_model(layer.holder) for layer in self.layers)
+        return bool(self.blocks or self._moved) or any(
+            not self.planned_with_model(layer.holder) for layer in self.layers
+        )
 
     def planned_with_model(self, holder: nn.Module) -> bool:
         """Whether the hook before the model plans a stack: a list of blocks has no forward pass."""
@@ -139,8 +142,8 @@ class ModelAdapter:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        for block in self.blocks:
-            block.remove()
+        for inner in (*self.blocks, *self._moved):
+            inner.remove()
         for holder in {layer.holder for layer in self.layers}:
             RerunWithPlans.remove(holder)
         self.now.detach()
@@ -180,14 +183,12 @@ class ModelAdapter:
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     merged = MergedBlock(group or idle, block, [*attns.values()], stack.joined)
                     self.blocks.append(merged)
-                moved = None
                 if self.sparse and (self.card.rope or self.card.cache):
                     moved = ArgumentsToBackend(block, [*attns.values()], self._rotations)
-                    if not makes_plan:
-                        self._hooks.append(block.register_forward_pre_hook(moved.take, with_kwargs=True))
-                if self.merging:
+                    self._moved.append(InnermostForward(block, moved.run))
+                if self.merging:  # around it, since plans are made from these arguments
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
-                    merged.install(plans=makes_plan, last=last, arguments=moved if makes_plan else None)
+                    merged.install(plans=makes_plan, last=last)
             first += len(stack.blocks)
         self.groups = [*groups.values()]
         if not self.layers:

@@ -135,10 +135,13 @@ class Rotations:
 
 
 class ArgumentsToBackend:
-    """A hook on a block that moves arguments into the plans of its layers: the backend uses them, not the processor.
+    """Moves arguments of a block into the plans of its layers: the backend uses them, not the processor.
 
     The backend rotates queries and keys by the rotary embedding while it gathers them: on a GPU one kernel then does
     what many would. It reads and fills the cache of reference keys, since a processor that does so passes no plan on.
+
+    This happens in place of the block's forward and not in a hook: torch.compile then compiles it together with the
+    block, whose graph takes the embedding as an input. Recorded CUDA graphs copy inputs, which may lie anywhere.
 
     Args:
         block: The block.
@@ -150,11 +153,11 @@ class ArgumentsToBackend:
         self.attentions, self.rotations = attentions, rotations
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
-    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the block: the arguments that are left to it, or None if all are."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
-            return None  # anything else would have the hook compiled with the block
+            return forward(*args, **kwargs)
         if (rope := self.rope.of(args, kwargs)) is not None:
             for plan in plans:
                 if plan.rope is None:  # that of merged tokens is set already
@@ -165,4 +168,4 @@ class ArgumentsToBackend:
             for plan in plans:
                 plan.cache = options["kv_cache"]
             args, kwargs = self.cache.dropped(args, kwargs)
-        return args, kwargs
+        return forward(*args, **kwargs)
