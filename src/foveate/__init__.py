@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foveate.diffusers.apply import Handle, apply, remove, summary
 from foveate.diffusers.card import Card, register_card
-from foveate.diffusers.preset import Preset, load
+from foveate.diffusers.preset import Preset, StepCache, load
 from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "HilbertA",
     "InfoFlowKV",
     "Preset",
+    "StepCache",
     "SubCP",
     "ToMA",
     "__version__",

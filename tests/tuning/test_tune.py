@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import foveate
-from foveate import Budget, HilbertA, ToMA
+from foveate import Budget, HilbertA, StepCache, ToMA
 from foveate.apps.demo.untrained import untrained_pipeline
 from foveate.diffusers.preset import PRESETS, Preset, describe
 from foveate.methods import ComposedMethod
@@ -24,8 +24,8 @@ from foveate.tuning.tune import _dense_layers, _weights, settings
 
 PROMPTS = ["a cat", "an owl", "a car"]
 METHODS = [ToMA(keep=0.5, tile=(4, 4), skip=0), HilbertA(tiles=4)]
-SETTINGS = {"size": (64, 64), "steps": 4, "methods": METHODS}
-TIMES = {ToMA: 0.6, HilbertA: 0.8}
+SETTINGS = {"size": (64, 64), "steps": 4, "methods": METHODS, "caches": ()}
+TIMES = {ToMA: 0.6, HilbertA: 0.8, StepCache: 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def clock(monkeypatch):
     @contextmanager
     def applied(pipe, method):
         with foveate.apply(pipe, method) as run:
-            active.extend(method.parts)
+            active.extend(part for part in (*method.parts, getattr(method, "cache", None)) if part)
             try:
                 yield run
             finally:
@@ -232,7 +232,7 @@ def test_the_settings_are_those_that_no_other_one_beats():
     layers = {m: [group, {"layers": [1, 2], "prediction_error": 0.1, "saved": 30}] for m in methods}
     weights = _weights([{"steps": list(range(10)), "picture_error": 1.0}], torch.full((10,), 0.1).numpy())
     assert sum((0.1 * weights) ** 2) == pytest.approx(1)
-    front = settings(methods, costs, layers, weights)
+    front = settings(methods, costs, layers, weights, {}, 1.0)
     assert front[0].method == methods[0]
     assert front[0].time == 0.5
     assert [one.time for one in front] == sorted(one.time for one in front)
@@ -338,3 +338,48 @@ def test_wrong_arguments_are_refused(as_a_user, pipe, prompts, more, told):
 def test_a_budget_must_be_possible(as_a_user, at_least, score):
     with pytest.raises(ValueError, match=r"at most|one of|a number"):
         Budget(at_least, score)
+
+
+# --- step caches ---
+
+CACHES = [StepCache(threshold=threshold, start_percent=0.25) for threshold in (0.0, 0.3, 9.0)]
+
+
+def test_a_step_cache_may_be_all_or_join_a_method(pipe, tmp_path):
+    options = {"size": (64, 64), "steps": 4, "out": tmp_path}
+    told = []
+    both = foveate.tune(pipe, PROMPTS, Budget(-math.inf), **options, methods=METHODS, caches=CACHES, say=told.append)
+    assert (both.methods, both.cache) == ((METHODS[0],), CACHES[2])
+    assert sum("of the steps computed" in line for line in told) == 3
+    assert both.evidence["computed_steps"] == 0.25
+    assert [one["cache"] for one in both.evidence["step_caches"]] == [cache.title for cache in CACHES[2:]]
+    alone = foveate.tune(pipe, PROMPTS, Budget(-math.inf), **options, methods=[], caches=CACHES)
+    assert (alone.methods, alone.cache) == ((), CACHES[2])
+    assert both.evidence["speed_up"] > alone.evidence["speed_up"] > 2
+    dense = drawn(pipe, 1)
+    with foveate.apply(pipe, both) as run:
+        assert ssim(drawn(pipe, 1), dense) == both.evidence["held_out"][0]["score"]
+        assert run.summary().skipped == {"transformer": 3}
+
+
+def test_a_model_without_a_step_cache_says_so_and_is_tuned_without():
+    bria, told = tiny_pipelines.bria(), []
+    foveate.tune(
+        bria, PROMPTS, Budget(-math.inf), size=(64, 64), steps=2, methods=METHODS[:1], caches=CACHES, say=told.append
+    )
+    assert any("no First Block Cache for BriaTransformer2DModel" in line for line in told)
+
+
+def test_the_time_with_a_step_cache_is_that_of_computed_and_skipped_steps():
+    method, cache = HilbertA(tiles=4), StepCache(threshold=0.5)
+    costs = {method: {"ratio": 0.5, "steps": [0, 3], "errors": [2.0, 2.0]}}
+    layers = {method: [{"layers": [0], "prediction_error": 0.1, "saved": 1}]}
+    caches = {cache: {"computed": [1.0, 1.0, 0.0, 0.5], "picture_error": 0.3}}
+    weights = torch.full((4,), 0.5).numpy()
+    front = settings([method], costs, layers, weights, caches, 0.1)
+    whole = next(one for one in front if one.cache and one.method and one.method.always)
+    assert whole.time == pytest.approx((0.5 + 0.5 + 0.1 + 0.5 * 0.5 + 0.5 * 0.1) / 4)
+    assert whole.error == pytest.approx(math.sqrt(0.3**2 + (0.5 * 2.0) ** 2 * 2.5))
+    alone = next(one for one in front if one.method is None)
+    assert alone.time == pytest.approx((1 + 1 + 0.1 + 0.55) / 4)
+    assert alone.error == pytest.approx(0.3)

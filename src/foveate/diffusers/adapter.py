@@ -22,6 +22,8 @@ from foveate.diffusers.card import Card, Stack
 from foveate.diffusers.clock import Clock
 from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass
 from foveate.diffusers.planning import Decision, ForwardPass, Layer, Planner
+from foveate.diffusers.preset import Preset
+from foveate.diffusers.step_cache import InstalledCache
 from foveate.diffusers.summary import LayerReport, report
 from foveate.methods import Method
 from foveate.methods.base import sparse_and_merging
@@ -66,7 +68,7 @@ class ModelAdapter:
         card: The card of its class.
         methods: One method of sparse attention, one of token merging, or both.
         pipeline: The pipeline around the model, or None.
-        grids: Grids of image tokens that the methods were tuned for; a warning tells of others. Empty: all.
+        preset: The preset that they come from, or None.
 
     Raises:
         ValueError: If the methods do not fit each other or the model. The model is left as it was.
@@ -75,14 +77,18 @@ class ModelAdapter:
         layers: The self-attention layers, in running order.
         now: The current forward pass, or the last one.
         shown: Decisions of the last forward pass with a method at work, or of the last if there was none.
-        outcomes: Number of forward passes by the reason why they were dense; "" counts those with a method at work.
+        outcomes: Number of computed forward passes by the reason why they were dense; "" counts those with a method
+            at work.
+        skipped: Number of forward passes that the step cache skipped.
     """
 
     def __init__(
-        self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any, grids: tuple[Any, ...] = ()
+        self, model: nn.Module, card: Card, methods: tuple[Method, ...], pipeline: Any, preset: Preset | None = None
     ) -> None:
         self.sparse, self.merging = sparse_and_merging(methods)
-        if pipeline is None and not all(method.always for method in methods):
+        cache = preset.cache if preset else None
+        late = [*(not method.always for method in methods), cache is not None and cache.start_percent > 0]
+        if pipeline is None and any(late):
             raise ValueError(
                 "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
             )
@@ -91,21 +97,25 @@ class ModelAdapter:
         self.layers: list[Layer] = []
         self.groups: list[MergeGroup] = []
         self.blocks: list[MergedBlock] = []
-        self.outcomes = Counter[str]()
+        self.outcomes, self.skipped = Counter[str](), 0
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
         self._moved: list[InnermostForward] = []
         self._rotations = Rotations(card)
         self._lock = PassLock()
+        self._cache: InstalledCache | None = None
         self.now = ForwardPass({})
         try:
             self._build(list(card.stacks(model)))
+            if cache is not None:
+                self._cache = InstalledCache(model, cache, self._cache_state)
         except BaseException:
             self.remove()
             raise
         by_holder: dict[nn.Module, list[Layer]] = {}
         for layer in self.layers:
             by_holder.setdefault(layer.holder, []).append(layer)
+        grids = preset.grids if preset else ()
         self.planner = Planner(model, card, self.sparse, self.merging, self.clock, by_holder, self.blocks, grids)
         self.now.decisions = self.shown = dict.fromkeys(by_holder, Decision())
         self._hooks += [
@@ -128,7 +138,7 @@ class ModelAdapter:
     @property
     def hooks_inside(self) -> bool:
         """Whether submodules carry hooks, not only the root."""
-        return bool(self.blocks or self._moved) or any(
+        return bool(self.blocks or self._moved or self._cache) or any(
             not self.planned_with_model(layer.holder) for layer in self.layers
         )
 
@@ -142,8 +152,9 @@ class ModelAdapter:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        for inner in (*self.blocks, *self._moved):
-            inner.remove()
+        for part in (*self.blocks, *self._moved, *([self._cache] if self._cache else [])):
+            part.remove()
+        self._cache = None
         for holder in {layer.holder for layer in self.layers}:
             RerunWithPlans.remove(holder)
         self.now.detach()
@@ -261,6 +272,9 @@ class ModelAdapter:
             block.follow()
         self._set_merging()
         self._rotations.clear(reuse=self.now.reuse)
+        if self._cache:  # which adds the residuals of a ControlNet twice
+            whole = self.clock.caller.paused or self.card.residuals_between_blocks(inputs)
+            self.now.cached = self._cache.state(None if whole else self.planner.step(self.now))
         for holder in filter(self.planned_with_model, self.now.decisions):
             self._plan_stack(holder, inputs)
         return (), inputs
@@ -294,11 +308,10 @@ class ModelAdapter:
             if plan.intercepted:
                 stack = decisions[layer.holder]
                 decisions[layer.holder] = stack._replace(dense_layers={**stack.dense_layers, layer.name: INTERCEPTED})
-        at_work = any(stack.attention or stack.regions for stack in decisions.values())
-        if output is not None:  # no error
-            self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
-        if at_work or not self.outcomes[""] or any(stack.dense_layers for stack in decisions.values()):
-            self.shown = decisions
+        if now.cached is not None and not now.cached.should_compute:
+            self.skipped += output is not None  # None: an error
+        else:
+            self._count(decisions, output)
         if now.outer is not None or not torch.is_grad_enabled():  # a backward pass may run blocks again
             now.detach()
         if now.outer is not None:
@@ -306,6 +319,18 @@ class ModelAdapter:
             self.now.attach_again()
             self._set_merging()
         self._lock.release()
+
+    def _count(self, decisions: dict[nn.Module, Decision], output: Any) -> None:
+        """Count a computed forward pass, and show its decisions if a method was at work."""
+        at_work = any(stack.attention or stack.regions for stack in decisions.values())
+        if output is not None:
+            self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
+        if at_work or not self.outcomes[""] or any(stack.dense_layers for stack in decisions.values()):
+            self.shown = decisions
+
+    def _cache_state(self) -> Any:
+        """State of the step cache in the current forward pass."""
+        return self.now.cached
 
     def _set_merging(self) -> None:
         """Have the groups of blocks merge as the current pass does."""

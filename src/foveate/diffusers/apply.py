@@ -42,6 +42,7 @@ class Handle:
             {name: adapter.report() for name, adapter in self._adapters.items()},
             {name: adapter.outcomes for name, adapter in self._adapters.items()},
             self._replaced(),
+            {name: adapter.skipped for name, adapter in self._adapters.items()},
         )
 
     def __repr__(self) -> str:
@@ -124,7 +125,8 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
 
     Raises:
         ValueError: If no method is given, the target has no denoiser, its model class has no card, methods are
-            already applied, an option does not fit the model, or the preset is for another model.
+            already applied, an option does not fit the model, the preset is for another model, or it brings a step
+            cache and the model has one already.
     """
     if not methods:
         raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
@@ -152,7 +154,7 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
     adapters: dict[str, ModelAdapter] = {}
     try:
         for name, model in models.items():
-            adapters[name] = ModelAdapter(model, cards[name], parts, pipeline, preset.grids if preset else ())
+            adapters[name] = ModelAdapter(model, cards[name], parts, pipeline, preset)
             _reset_compiled(adapters[name])
     except BaseException:
         Handle(adapters).remove()

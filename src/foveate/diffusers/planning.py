@@ -206,6 +206,7 @@ class ForwardPass:
         step: Position in the denoising run; None until a method asks for it.
         unmergeable: What in the model keeps tokens from merging; None: not known yet.
         running: Whether it has not ended.
+        cached: State of the step cache.
         merging: How groups of blocks merge.
         attached: Layers, their processors and the plans that these attend by.
     """
@@ -218,6 +219,7 @@ class ForwardPass:
     step: Step | None = None
     unmergeable: str | None = None
     running: bool = False
+    cached: Any = None
     merging: dict[MergeGroup, MergePass] = field(default_factory=dict)
     attached: list[tuple[Layer, Any, LayerPlan]] = field(default_factory=list)
 
@@ -303,7 +305,7 @@ class Planner:
         attention, why_not_sparse = self._ask(self.sparse, lambda: self._attention(now, layers, inputs, stack))
         stack = stack._replace(attention=attention)
         regions, why_not_merged = self._ask(self.merging, lambda: self._regions(now, layers, inputs, stack))
-        why = "" if attention or regions else why_not_sparse or why_not_merged
+        why = "" if attention or regions else why_not_sparse or why_not_merged or "the preset is a step cache alone"
         return stack._replace(regions=regions, why=why)
 
     def step(self, now: ForwardPass) -> Step:

@@ -1,4 +1,4 @@
-"""Presets: settings of methods that were measured on one model, with the evidence."""
+"""Presets: settings of methods and of a step cache that were measured on one model, with the evidence."""
 
 import json
 from collections.abc import Iterable
@@ -9,17 +9,49 @@ from typing import Any
 from torch import nn
 
 from foveate.methods import METHODS, Method
+from foveate.utils.choices import check_options
 from foveate.utils.files import write_whole
 
-__all__ = ["PRESETS", "Preset", "describe", "load"]
+__all__ = ["PRESETS", "Preset", "StepCache", "describe", "load"]
 
 PRESETS = Path(__file__).parent / "presets"
 """Folder of the presets that come with Foveate."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepCache:
+    """First Block Cache of diffusers: most blocks of a step are skipped if its first block changes little.
+
+    They add what they added in the last computed step.
+
+    Attributes:
+        threshold: Relative change of what the first block adds, up to which a step is skipped.
+        start_percent: Fraction of the denoising steps, 0 to 1, before which all steps are computed.
+
+    Raises:
+        ValueError: If an option is out of its range.
+    """
+
+    threshold: float
+    start_percent: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold is a relative change, 0 or more, not {self.threshold}")
+        if not 0 <= self.start_percent <= 1:
+            raise ValueError(f"start_percent is a fraction of the run, 0 to 1, not {self.start_percent}")
+
+    @property
+    def title(self) -> str:
+        """Name and options, for pages and tables."""
+        late = f", start_percent={self.start_percent:g}" if self.start_percent else ""
+        return f"step cache threshold={self.threshold:g}{late}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The methods that `foveate.tune` chose for one model, for `foveate.apply`.
+    """The methods and the step cache that `foveate.tune` chose for one model, for `foveate.apply`.
 
     Examples:
         >>> preset = foveate.load("built-in-128px-ssim-0.95")
@@ -27,7 +59,8 @@ class Preset:
         ...     image = pipe("an owl above a castle", height=128, width=128).images[0]
 
     Attributes:
-        methods: The methods with their options.
+        methods: The methods with their options; none if the step cache is alone.
+        cache: When steps are skipped; None: never.
         models: Class and config of each denoiser of the pipeline: the preset is refused by others.
         size: (height, width) in pixels at which it was measured.
         grids: Grids of image tokens at that size; apply warns about others.
@@ -37,13 +70,14 @@ class Preset:
     methods: tuple[Method, ...]
     models: list[dict[str, Any]]
     size: tuple[int, int]
+    cache: StepCache | None = None
     grids: tuple[tuple[tuple[int, ...], ...], ...] = ()
     evidence: dict[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """The titles of the methods."""
-        return " + ".join(method.title for method in self.parts)
+        """The titles of the methods and of the step cache."""
+        return " + ".join(part.title for part in (*self.methods, self.cache) if part)
 
     @property
     def parts(self) -> tuple[Method, ...]:
@@ -51,7 +85,7 @@ class Preset:
         return self.methods
 
     def __repr__(self) -> str:
-        return f"Preset({', '.join(map(repr, self.methods))})"
+        return f"Preset({', '.join(repr(part) for part in (*self.methods, self.cache) if part)})"
 
     def check(self, models: Iterable[nn.Module]) -> None:
         """Checks that these are the denoisers that the preset was measured on.
@@ -74,6 +108,7 @@ class Preset:
         names = {cls: name for name, cls in METHODS.items()}
         content = {
             "methods": [{"method": names[type(method)], "options": asdict(method)} for method in self.methods],
+            "cache": self.cache and asdict(self.cache),
             "models": self.models,
             "size": self.size,
             "grids": self.grids,
@@ -104,6 +139,7 @@ def load(preset: Path | str) -> Preset:
         content = json.loads(path.read_text())
         return Preset(
             methods=tuple(METHODS[one["method"]](**_tuples(one["options"])) for one in content["methods"]),
+            cache=StepCache(**content["cache"]) if content.get("cache") else None,
             models=content["models"],
             size=_tuples(content["size"]),
             grids=_tuples(content["grids"]),

@@ -3,6 +3,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby, zip_longest
 from statistics import mean
@@ -115,11 +116,13 @@ class Summary(NamedTuple):
         outcomes: Number of forward passes of each denoiser since `apply` by the reason why they were dense; "" counts
             those with a method at work.
         replaced: Denoisers that were replaced in the pipeline since `apply`; they run dense.
+        skipped: Number of forward passes of each denoiser that a step cache skipped since `apply`.
     """
 
     models: dict[str, list[LayerReport]]
     outcomes: dict[str, Counter[str]]
     replaced: frozenset[str] = frozenset()
+    skipped: Mapping[str, int] = {}
 
     @property
     def layers(self) -> list[LayerReport]:
@@ -132,6 +135,7 @@ class Summary(NamedTuple):
             name: {
                 "sparse_forwards": self.outcomes[name][""],
                 "dense_forwards": {why: count for why, count in self.outcomes[name].items() if why},
+                "skipped_forwards": self.skipped.get(name, 0),
                 "replaced": name in self.replaced,
                 "layers": [layer._asdict() for layer in layers],
             }
@@ -165,8 +169,9 @@ class Summary(NamedTuple):
 
     def _title(self, name: str) -> str:
         """Text such as "transformer: 14 of 28 forward passes sparse; 14 dense: this step lies outside ..."."""
-        outcomes = self.outcomes[name]
-        texts = [f"{name}: {outcomes['']} of {outcomes.total()} forward passes sparse"]
+        outcomes, skipped = self.outcomes[name], self.skipped.get(name, 0)
+        texts = [f"{name}: {outcomes['']} of {outcomes.total() + skipped} forward passes sparse"]
+        texts += [f"{skipped} skipped by the step cache"] if skipped else []
         texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why]
         if name in self.replaced:
             texts.append(f"the pipeline has another {name} now, which is dense: apply again")

@@ -159,11 +159,14 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 
 
 def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
-    """The same method in all steps, or in steps from `start` to `end` (fractions of the run), with these options."""
-    first, *more = (replace(part, start_percent=start, end_percent=end, **options) for part in method.parts)
+    """The same method in all steps, or in steps from `start` to `end` (fractions of the run), with these options.
+
+    A preset loses its step cache: all steps are computed.
+    """
+    parts = tuple(replace(part, start_percent=start, end_percent=end, **options) for part in method.parts)
     if isinstance(method, Distilled):
-        return method._replace(method=first, more=tuple(more))
-    return ComposedMethod((first, *more)) if more else first
+        return method._replace(method=parts[0], more=parts[1:])
+    return parts[0] if len(parts) == 1 else ComposedMethod(parts)
 
 
 @contextmanager

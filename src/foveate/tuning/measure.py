@@ -1,16 +1,18 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
-"""Error and time of methods on a model, by step and by layer.
+"""Error and time of methods and step caches on a model, by step and by layer.
 
 All measurements are kept in a folder: an interrupted run resumes from there.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -19,8 +21,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from foveate.diffusers.adapter import ModelAdapter
-from foveate.diffusers.apply import apply, denoisers
+from foveate.diffusers.apply import Handle, apply, denoisers
 from foveate.diffusers.card import card_of
+from foveate.diffusers.preset import Preset, StepCache, describe
 from foveate.methods.base import layer_ranges
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, throughout
@@ -108,8 +111,8 @@ class Measurements:
             pictures: Index of the request and method of each image.
             measure: Score of (image, dense image); the frames of a video are stacked vertically.
         """
-        needed = dict.fromkeys(one for number, method in pictures for one in ((number, None), (number, method)))
-        missing = [one for one in needed if not self._path(*one).exists()]
+        needed = {self._path(number, one) for number, method in pictures for one in (None, method)}
+        missing = [path for path in needed if not path.exists()]
         advance = self.track(name, len(missing) * self.requests[0].steps) if missing else lambda: None
         for number, method in pictures:
             for one in (None, method):
@@ -119,23 +122,54 @@ class Measurements:
                 score = measure(ours.convert("RGB"), dense.convert("RGB"))
             yield score
 
+    def variant(self, method: MethodLike | None, cache: StepCache | None) -> MethodLike | None:
+        """What generates with this method and step cache, either of which may be missing."""
+        if cache is None:
+            return method
+        models = [describe(model) for model in self.denoisers]
+        return Preset(methods=method.parts if method else (), cache=cache, models=models, size=self.requests[0].size)
+
     def seconds(self, number: int, method: MethodLike | None) -> float:
         """Seconds of generating an image."""
+        return float(self._told(number, method)["seconds"])
+
+    def computed(self, number: int, method: MethodLike | None) -> list[float]:
+        """For each step of an image, the fraction of forward passes that no step cache skipped."""
+        return json.loads(self._told(number, method)["computed"])
+
+    def _told(self, number: int, method: MethodLike | None) -> dict[str, str]:
+        """What the file of an image tells about it."""
         with Image.open(self._path(number, method)) as picture:
-            return float(picture.info["seconds"])
+            return {str(name): str(text) for name, text in picture.info.items()}
 
     def _path(self, number: int, method: MethodLike | None) -> Path:
         name = f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" if method else "dense"
         return self.folder / name / f"{number:03}.png"
 
     def _draw(self, number: int, method: MethodLike | None, on_step: Callable[[], None]) -> None:
-        request = self.requests[number]
+        request, computed, before = self.requests[number], list[float](), (0, 0)
+
+        def after_step() -> None:
+            nonlocal before
+            counted = self._passes()
+            passes, skipped = counted[0] - before[0], counted[1] - before[1]
+            computed.append(1 - skipped / passes if passes else 1.0)
+            before = counted
+            on_step()
+
         with apply(self.pipeline, method) if method else nullcontext():
             began = now(self._device)
-            frames = draw(self.pipeline, request, on_step)
+            frames = draw(self.pipeline, request, after_step)
             seconds = now(self._device) - began
         about = {"prompt": request.prompt, "method": repr(method) if method else "dense"}
-        write_picture(self._path(number, method), _stacked(frames), {**about, "seconds": f"{seconds:.4f}"})
+        about |= {"seconds": f"{seconds:.4f}", "computed": json.dumps(computed)}
+        write_picture(self._path(number, method), _stacked(frames), about)
+
+    def _passes(self) -> tuple[int, int]:
+        """Number of forward passes since `apply`, and of those that a step cache skipped; 0 without methods."""
+        adapters = [*filter(None, map(ModelAdapter.of, self.denoisers))]
+        skipped = sum(adapter.skipped for adapter in adapters)
+        return skipped + sum(adapter.outcomes.total() for adapter in adapters), skipped
 
     # --- the denoiser ---
 
@@ -174,8 +208,8 @@ class Measurements:
     def cost(self, method: MethodLike) -> dict[str, Any]:
         """Error and time of a step with a method that is active in all steps.
 
-        Dense and the method take turns on the recorded inputs. The second of two forward passes makes no new plan of
-        token merging; the time of a plan is divided among the steps that share it.
+        Dense and the method take turns on the recorded inputs. The second of two steps makes no new plan of token
+        merging; the time of a plan is divided among the steps that share it.
 
         Returns:
             "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds of the fastest call),
@@ -193,8 +227,7 @@ class Measurements:
             dense, _ = self._forward(recorded.calls)
             try:
                 with apply(self.pipeline, throughout(method)) as run:
-                    first, predictions = self._forward(recorded.calls)
-                    again, _ = self._forward(recorded.calls)
+                    (first, predictions), (again, _) = self._two_steps(run, recorded)
                     layers = run.summary().layers
                     grids = self._grids()
             except ValueError as error:
@@ -216,6 +249,42 @@ class Measurements:
             "ratio": step / dense,
             "grids": grids,
         }
+
+    def skipped_step(self) -> dict[str, float]:
+        """Time of a step that a step cache skips.
+
+        Returns:
+            "dense_s" and "skipped_s" (seconds of the fastest call), "ratio" (skipped_s / dense_s).
+        """
+        return self._once("a skipped step", self._skipped_step)
+
+    @torch.no_grad()
+    def _skipped_step(self) -> dict[str, float]:
+        seconds: list[tuple[float, float]] = []
+        for recorded in self.recorded:
+            dense, _ = self._forward(recorded.calls)
+            with apply(self.pipeline, self.variant(None, StepCache(threshold=math.inf))) as run:
+                _, (skipped, _) = self._two_steps(run, recorded)
+            seconds.append((dense, skipped))
+        dense, skipped = (min(times) for times in zip(*seconds, strict=True))
+        return {"dense_s": dense, "skipped_s": skipped, "ratio": skipped / dense}
+
+    def cache(self, cache: StepCache) -> dict[str, Any]:
+        """What a step cache alone skips and costs, in the image of the first request.
+
+        Returns:
+            "computed" (see `computed`) and "picture_error" (root mean square, pixels from 0 to 1); or "why" alone, if
+            the model has no such cache.
+        """
+        return self._once(f"cache {cache!r}", lambda: self._cache(cache))
+
+    def _cache(self, cache: StepCache) -> dict[str, Any]:
+        variant = self.variant(None, cache)
+        try:
+            (score,) = self.scores(cache.title, [(0, variant)], psnr)
+        except ValueError as error:
+            return {"why": str(error)}
+        return {"computed": self.computed(0, variant), "picture_error": 10 ** (-score / 20)}
 
     @torch.no_grad()
     def layers(self, methods: Sequence[MethodLike]) -> dict[MethodLike, list[dict[str, Any]]]:
@@ -272,6 +341,14 @@ class Measurements:
         adapters = filter(None, map(ModelAdapter.of, self.denoisers))
         ran = [stack for adapter in adapters for stack in adapter.now.decisions.values() if stack.layouts]
         return [list(map(list, grids)) for grids in dict.fromkeys(stack.layout.grids for stack in ran)]
+
+    def _two_steps(self, run: Handle, recorded: Recorded) -> list[tuple[float, list[Tensor]]]:
+        """Run the calls of a step as the first two steps of an image; returns `_forward` of both."""
+        scheduler = SimpleNamespace(timesteps=torch.tensor([1.0, 1.0]), step_index=0, begin_index=None)
+        with run.image(SimpleNamespace(scheduler=scheduler)):
+            first = self._forward(recorded.calls)
+            scheduler.step_index = 1
+            return [first, self._forward(recorded.calls)]
 
     def _forward(self, calls: Sequence[tuple[nn.Module, Call]]) -> tuple[float, list[Tensor]]:
         """Run recorded calls again; returns seconds and predictions."""

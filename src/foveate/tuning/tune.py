@@ -1,9 +1,10 @@
 """Search for the fastest setting whose images stay near the dense ones.
 
-1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps.
+1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps; the
+   steps that each step cache skips in an image, and its error.
 2. One candidate shows how much an error in each part of the run matters to the image.
-3. From these the error and time of every setting (candidate, steps, dense layers) are predicted; the Pareto front is
-   kept.
+3. From these the error and time of every setting (candidate, steps, dense layers, step cache) are predicted; the
+   Pareto front is kept.
 4. Whole images decide: bisection on calibration prompts, then held-out prompts, with settings ever nearer to dense
    until every image is within the budget.
 """
@@ -20,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from foveate.diffusers.preset import Preset, describe
+from foveate.diffusers.preset import Preset, StepCache, describe
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import layer_ranges
 from foveate.utils.progress import Track, silent
 
-__all__ = ["CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
+__all__ = ["CACHES", "CANDIDATES", "Budget", "Setting", "check", "settings", "tune"]
 
 CANDIDATES: tuple[Method | ComposedMethod, ...] = (
     ToMA(keep=0.75),
@@ -36,6 +37,9 @@ CANDIDATES: tuple[Method | ComposedMethod, ...] = (
     ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5))),
 )
 """Methods that `tune` tries by default."""
+
+CACHES = tuple(StepCache(threshold=threshold, start_percent=0.2) for threshold in (0.1, 0.15, 0.2, 0.3, 0.5))
+"""Step caches that `tune` tries by default, alone and with every method."""
 
 LEAST_GAIN = 1.03  # times faster than dense; a smaller gain is not worth a changed image
 NOTCH = 0.9  # each setting of the search has at most this fraction of the predicted error of the next faster one
@@ -90,24 +94,29 @@ class Budget:
 
 
 class Setting(NamedTuple):
-    """A method in some steps and layers.
+    """A method in some steps and layers, a step cache, or both.
 
     Attributes:
-        method: The method with `dense_layers`, `start_percent` and `end_percent`.
+        method: The method with `dense_layers`, `start_percent` and `end_percent`; None: the step cache alone.
+        cache: The step cache; None: all steps are computed.
         error: Predicted error of an image: root mean square, pixels from 0 to 1.
         time: Predicted time of an image's steps, as a fraction of the dense ones.
-        active: Fraction of the steps in which the method is active.
     """
 
-    method: Method | ComposedMethod
+    method: Method | ComposedMethod | None
+    cache: StepCache | None
     error: float
     time: float
-    active: float
 
     @property
     def title(self) -> str:
-        """Title of the method, with steps, layers and predicted speed-up."""
-        return f"{self.method.title} ({1 / self.time:.2f}x)"
+        """Titles of the method, with steps and layers, and of the step cache, with the predicted speed-up."""
+        titles = (part.title for part in (self.method, self.cache) if part)
+        return f"{' + '.join(titles)} ({1 / self.time:.2f}x)"
+
+    def active(self, steps: int) -> Any:
+        """Whether the method is active in each step [steps]."""
+        return np.array([self.method is not None and self.method.parts[0].covers(i / steps) for i in range(steps)])
 
 
 def tune(
@@ -121,6 +130,7 @@ def tune(
     frames: int | None = None,
     seed: int = 0,
     methods: Sequence[Method | ComposedMethod] = CANDIDATES,
+    caches: Sequence[StepCache] = CACHES,
     out: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
     track: Track = silent,
@@ -141,6 +151,7 @@ def tune(
         frames: Frames of a video; None is the pipeline's default.
         seed: Seed of the first prompt; each next prompt has the next seed.
         methods: Methods to try, alone or composed. `tune` sets their steps and layers.
+        caches: Step caches to try, alone and with every method; none for models that have a cache of their own.
         out: Folder for images and measurements; an interrupted run resumes from it, and a run with another budget
             reuses them. None keeps nothing.
         say: Called with a line about every result.
@@ -150,7 +161,7 @@ def tune(
         ValueError: If an argument is invalid, the model has no card, no candidate saves time, or no faster setting
             is within the budget; the message names the nearest one.
     """
-    check(prompts, methods)
+    check(prompts, methods, caches)
     if not isinstance(budget, Budget):
         raise ValueError(f"budget must be a foveate.Budget, such as foveate.Budget(0.95), not {budget!r}")
     if not isinstance(size, list | tuple) or len(size) != 2:
@@ -167,7 +178,7 @@ def tune(
     with TemporaryDirectory() as folder:
         calibration = max(1, len(prompts) // 3)
         measured = Measurements(pipe, requests, calibration, Path(out or folder), track)
-        return _Search(measured, budget, calibration, say).run(methods)
+        return _Search(measured, budget, calibration, say).run(methods, caches)
 
 
 def settings(
@@ -175,37 +186,69 @@ def settings(
     costs: dict[Any, dict[str, Any]],
     layers: dict[Any, list[dict[str, Any]]],
     weights: Any,
+    caches: dict[StepCache, dict[str, Any]],
+    skipped: float,
 ) -> list[Setting]:
     """Pareto front of the settings in predicted error and time, the fastest first.
 
-    Errors of steps and layers are assumed independent: their squares add up.
+    Errors of steps, layers and the step cache are assumed independent: their squares add up.
 
     Args:
         methods: The methods.
         costs: `Measurements.cost` of each method.
         layers: `Measurements.layers` of each method.
         weights: Ratio of the image's error to the prediction's error, for each step.
+        caches: `Measurements.cache` of each step cache.
+        skipped: Time of a skipped step, as a fraction of a dense one.
     """
-    from foveate.pipelines.lora import throughout
-
-    steps, found = len(weights), list[Setting]()
+    steps = len(weights)
+    cached: list[tuple[StepCache | None, Any, float]] = [(None, np.ones(steps), 0.0)]
+    cached += [(cache, np.array(one["computed"]), one["picture_error"] ** 2) for cache, one in caches.items()]
+    found = [Setting(None, cache, sqrt(error), _time(computed, skipped)) for cache, computed, error in cached[1:]]
     for method in methods:
         cost = costs[method]
         squares = (weights * _by_step(cost, steps)) ** 2
-        for dense, error_left, saving_left in _dense_layers(layers[method]):
-            for start in range(TENTHS):
-                for end in range(TENTHS, start, -1):  # of equal ones the first stays
-                    limited = throughout(method, start / TENTHS, end / TENTHS, dense_layers=layer_ranges(dense))
-                    active = [step for step in range(steps) if limited.parts[0].covers(step / steps)]
-                    time = 1 - len(active) / steps * (1 - cost["ratio"]) * saving_left
-                    if active and time * LEAST_GAIN <= 1:
-                        error = sqrt(squares[active].sum() * error_left)
-                        found.append(Setting(limited, error, time, len(active) / steps))
+        for limited, active, error_left, saving_left in _limited(method, layers[method], steps):
+            ratio = 1 - (1 - cost["ratio"]) * saving_left
+            for cache, computed, error in cached:
+                whole = sqrt(error + (squares * computed)[active].sum() * error_left)
+                found.append(Setting(limited, cache, whole, _time(computed, skipped, active, ratio)))
     front: list[Setting] = []
     for setting in sorted(found, key=lambda setting: (setting.time, setting.error)):
-        if not front or setting.error < NOTCH * front[-1].error:
+        if setting.time * LEAST_GAIN <= 1 and (not front or setting.error < NOTCH * front[-1].error):
             front.append(setting)
     return front
+
+
+def _limited(
+    method: Method | ComposedMethod, groups: list[dict[str, Any]], steps: int
+) -> Iterator[tuple[Any, Any, float, float]]:
+    """A method in all choices of layers and steps.
+
+    Yields the method, its active steps [steps], and the remaining fractions of the squared error and of the time saved
+    in a step.
+    """
+    from foveate.pipelines.lora import throughout
+
+    for dense, error_left, saving_left in _dense_layers(groups):
+        for start in range(TENTHS):
+            for end in range(TENTHS, start, -1):  # of equal ones the first stays
+                limited = throughout(method, start / TENTHS, end / TENTHS, dense_layers=layer_ranges(dense))
+                active = np.array([limited.parts[0].covers(step / steps) for step in range(steps)])
+                if active.any():
+                    yield limited, active, error_left, saving_left
+
+
+def _time(computed: Any, skipped: float, active: Any = False, ratio: float = 1.0) -> float:
+    """Time of an image's steps, as a fraction of the dense ones.
+
+    Args:
+        computed: Fraction of the forward passes in each step that are computed [steps].
+        skipped: Time of a skipped step, as a fraction of a dense one.
+        active: Whether the method is active in each step [steps].
+        ratio: Time of a step with the method, as a fraction of a dense one.
+    """
+    return float(np.mean(computed * np.where(active, ratio, 1.0) + (1 - computed) * skipped))
 
 
 def _by_step(cost: dict[str, Any], steps: int) -> Any:
@@ -240,12 +283,16 @@ def _dense_layers(groups: list[dict[str, Any]]) -> Iterator[tuple[list[int], flo
         yield dense, max(error_left, 0.0), saving_left
 
 
-def check(prompts: Sequence[str], methods: Sequence[Method | ComposedMethod]) -> None:
+def check(
+    prompts: Sequence[str], methods: Sequence[Method | ComposedMethod], caches: Sequence[StepCache] = ()
+) -> None:
     """Check the arguments of `tune` that need no model; raises the same errors."""
     if isinstance(prompts, str) or len(prompts) < 2:
         raise ValueError("tune needs two prompts or more: some to calibrate, others to check the result")
-    if not methods:
+    if not methods and not caches:
         raise ValueError("name the methods to try, or leave methods out")
+    if not isinstance(caches, list | tuple) or not all(isinstance(cache, StepCache) for cache in caches):
+        raise ValueError(f"caches is a list of step caches to try, not {caches!r}: write [foveate.StepCache(...)]")
     if not isinstance(methods, list | tuple) or isinstance(methods, ComposedMethod):
         raise ValueError(f"methods is a list of methods to try, not {methods!r}: write [foveate.ToMA()]")
     for method in methods:
@@ -269,24 +316,30 @@ class _Search:
 
     def __init__(self, measured: Any, budget: Budget, calibration: int, say: Callable[[str], None]) -> None:
         self.measured, self.budget, self.say = measured, budget, say
-        self.steps = measured.requests[0].steps
+        self.steps, self.skipped = measured.requests[0].steps, 1.0
         numbers = range(len(measured.requests))
         self.calibration, self.held_out = list(numbers[:calibration]), list(numbers[calibration:])
 
-    def run(self, methods: Sequence[Method | ComposedMethod]) -> Preset:
+    def run(self, methods: Sequence[Method | ComposedMethod], caches: Sequence[StepCache]) -> Preset:
         """The preset; raises the errors of `tune`."""
         costs: dict[Any, dict[str, Any]] = {}
         for method in dict.fromkeys(methods):
             costs[method] = self.measured.cost(method)
             self.say(f"{method.title}: {_describe_cost(costs[method])}")
         useful = [method for method, cost in costs.items() if cost.get("ratio", 1.0) * LEAST_GAIN <= 1]
-        if not useful:
+        skipping = self.caches(caches)
+        if not useful and not skipping:
             told = "; ".join(f"{method.title}: {_describe_cost(cost)}" for method, cost in costs.items())
             raise ValueError(f"no method saves time here: {told}")
-        layers = self.measured.layers(useful)
-        nearest = min(useful, key=lambda method: mean(costs[method]["errors"]))
-        parts = self.measured.slices(nearest)
-        front = settings(useful, costs, layers, _weights(parts, _by_step(costs[nearest], self.steps)))
+        layers, parts, weights, nearest = self.measured.layers(useful), list[Any](), np.zeros(self.steps), None
+        if useful:
+            nearest = min(useful, key=lambda method: mean(costs[method]["errors"]))
+            parts = self.measured.slices(nearest)
+            weights = _weights(parts, _by_step(costs[nearest], self.steps))
+        self.skipped = self.measured.skipped_step()["ratio"] if skipping else 1.0
+        front = settings(useful, costs, layers, weights, skipping, self.skipped)
+        if not front:
+            raise ValueError("no setting saves time here: leave the model dense")
         found = bisect_left(front, True, key=lambda setting: self.holds(setting, self.calibration))
         chosen = next(
             (setting for setting in front[found:] if self.holds(setting, self.held_out) and self.gains(setting)), None
@@ -300,14 +353,33 @@ class _Search:
                     {"method": method.title, **cost, "layers": layers.get(method, [])}
                     for method, cost in costs.items()
                 ],
-                "parts_of_the_run": {"method": nearest.title, "parts": parts},
+                "step_caches": [{"cache": cache.title, **one} for cache, one in skipping.items()],
+                "parts_of_the_run": {"method": nearest and nearest.title, "parts": parts},
             },
         )
+
+    def caches(self, caches: Sequence[StepCache]) -> dict[StepCache, dict[str, Any]]:
+        """What each step cache skips and costs, without those that skip nothing."""
+        found: dict[StepCache, dict[str, Any]] = {}
+        for cache in dict.fromkeys(caches):
+            one = self.measured.cache(cache)
+            if "why" in one:
+                self.say(one["why"])
+                return {}
+            computed = mean(one["computed"])
+            self.say(f"{cache.title}: {computed:.0%} of the steps computed, error {one['picture_error']:.2%}")
+            if computed < 1:
+                found[cache] = one
+        return found
 
     def scores(self, setting: Setting, numbers: list[int]) -> Iterator[float]:
         """Scores of a setting's images."""
         name = f"{1 / setting.time:.2f}x, {'held out' if numbers is self.held_out else 'calibration'}"
-        return self.measured.scores(name, [(number, setting.method) for number in numbers], self.budget.of)
+        return self.measured.scores(name, [(number, self.variant(setting)) for number in numbers], self.budget.of)
+
+    def variant(self, setting: Setting) -> Any:
+        """What generates with a setting."""
+        return self.measured.variant(setting.method, setting.cache)
 
     def holds(self, setting: Setting, numbers: list[int]) -> bool:
         """Whether all these images are within the budget. The first failure is tried first with the next setting."""
@@ -326,8 +398,13 @@ class _Search:
         return True
 
     def speed_up(self, setting: Setting) -> float:
-        """Speed-up of all steps with the setting, from measured step times."""
-        return 1 / (1 - setting.active * (1 - self.measured.cost(setting.method)["ratio"]))
+        """Speed-up of all steps with the setting, from measured step times and the steps that held-out images skip."""
+        ratio = self.measured.cost(setting.method)["ratio"] if setting.method else 1.0
+        return 1 / _time(self.computed(setting), self.skipped, setting.active(self.steps), ratio)
+
+    def computed(self, setting: Setting) -> Any:
+        """Fraction of the forward passes in each step that held-out images compute [steps]."""
+        return np.mean([self.measured.computed(number, self.variant(setting)) for number in self.held_out], 0)
 
     def gains(self, setting: Setting) -> bool:
         """Whether the measured speed-up is large enough."""
@@ -349,7 +426,8 @@ class _Search:
         """The preset of a setting."""
         from foveate.utils.device import dtype_name, versions
 
-        cost, requests = self.measured.cost(setting.method), self.measured.requests
+        requests, variant, active = self.measured.requests, self.variant(setting), setting.active(self.steps)
+        cost = self.measured.cost(setting.method) if setting.method else self.measured.skipped_step()
         numbers = sorted(self.held_out)
         held_out = [
             {
@@ -357,21 +435,23 @@ class _Search:
                 "seed": requests[number].seed,
                 "score": _finite(score),
                 "dense_s": self.measured.seconds(number, None),
-                "picture_s": self.measured.seconds(number, setting.method),
+                "picture_s": self.measured.seconds(number, variant),
             }
             for number, score in zip(numbers, self.scores(setting, numbers), strict=True)
         ]
         first = requests[0]
         return Preset(
-            methods=setting.method.parts,
+            methods=setting.method.parts if setting.method else (),
+            cache=setting.cache,
             models=[describe(model) for model in self.measured.denoisers],
             size=first.size,
-            grids=tuple(tuple(map(tuple, grids)) for grids in cost["grids"]),
+            grids=tuple(tuple(map(tuple, grids)) for grids in cost.get("grids", ())),
             evidence={
                 "budget": {"score": self.budget.name, "at_least": _finite(self.budget.at_least)},
                 "speed_up": self.speed_up(setting),
-                "step_s": {"dense": cost["dense_s"], "at work": cost["step_s"]},
-                "active_steps": setting.active,
+                "step_s": {"dense": cost["dense_s"], "at work": cost.get("step_s")},
+                "active_steps": float(active.mean()),
+                "computed_steps": float(self.computed(setting).mean()),
                 "steps": first.steps,
                 "guidance": first.guidance,
                 "frames": first.frames,

@@ -240,7 +240,8 @@ def _fits(pipeline: Any, method: MethodLike, request: Request, left_out: Callabl
     try:
         with using(pipeline, throughout(method)) as run:
             draw(pipeline, request._replace(steps=1))
-            _sparsity(method, run)
+            if method.parts:  # else it is a preset with a step cache alone
+                _sparsity(method, run)
     except ValueError as error:
         if left_out is None:
             raise
@@ -271,7 +272,7 @@ def _draw(
 
 
 def _sparsity(method: MethodLike | None, run: Handle | None) -> float:
-    """Fraction of skipped query-key pairs, mean over all layers and steps, dense ones included.
+    """Fraction of skipped query-key pairs, mean over all layers and steps, dense and skipped ones included.
 
     Raises:
         ValueError: If the method stays dense in every step.
@@ -280,9 +281,12 @@ def _sparsity(method: MethodLike | None, run: Handle | None) -> float:
         return 0.0
     summary = run.summary()
     layers, forwards = summary.layers, sum(summary.outcomes.values(), Counter[str]())
-    if all(layer.why for layer in layers):
+    if method.parts and all(layer.why for layer in layers):
         raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
-    return mean(layer.true for layer in layers) * forwards[""] / forwards.total()
+    skipped = sum(summary.skipped.values())
+    in_skipped = 1 - len(summary.models) / len(layers)  # the first layer is computed
+    in_sparse = mean(layer.true for layer in layers)
+    return (skipped * in_skipped + forwards[""] * in_sparse) / (skipped + forwards.total())
 
 
 # --- score ---

@@ -198,9 +198,11 @@ def _about_times(methods: Sequence[MethodLike]) -> list[str]:
     """Remarks on the step times of these methods."""
     late = [method.title for method in methods if not all(part.always for part in method.parts)]
     merging = [m.title for m in methods if any(getattr(part, "dst_every", 1) > 1 for part in m.parts)]
+    caching = [method.title for method in methods if getattr(method, "cache", None)]
     return [
         f"{' and '.join(titles)}: {remark}."
         for titles, remark in (
+            (caching, "skips steps; the time is for a computed step"),
             (late, "sparse in part of the steps; the time is for a sparse step"),
             (merging, "a plan serves several steps; the time is for the slowest step, which makes a new plan"),
         )
