@@ -1,11 +1,14 @@
-"""The choice of the fast tests among the cases of a law. The others are slow: `make test-all` runs them.
+"""Choices among the cases of a law: what is tested at all, and what the fast tests choose from that.
+
+The fast tests leave the others to `make test-all`:
 
 * Where one parameter is a family of models, as `name`, the law runs in a family of each kind, the next one each time.
 * Where parameters multiply, each value of each is in one case: the diagonal of the product.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,20 @@ KINDS = {
     "U-Nets": ("sdxl", "sd15"),
 }  # fmt: skip
 KIND = {family: kind for kind, families in KINDS.items() for family in families}
+
+
+def at_grids_in_turn(families: Mapping[str, Any], cases: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+    """(name, grid, case) for all families and cases, each at one grid of the family. Grids take turns."""
+    return [
+        (name, family.grids[(i + j) % len(family.grids)], case)
+        for i, (name, family) in enumerate(families.items())
+        for j, case in enumerate(cases)
+    ]
+
+
+def in_turn(names: Iterable[str], cases: Sequence[Any], each: int = 1) -> list[tuple[Any, ...]]:
+    """(name, case) for so many cases of each name. Cases take turns."""
+    return [(name, cases[(each * i + j) % len(cases)]) for i, name in enumerate(names) for j in range(each)]
 
 
 def left_to_slow(items: list[pytest.Item]) -> Iterator[pytest.Item]:

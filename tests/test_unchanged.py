@@ -442,8 +442,8 @@ def tuned_settings():
         ]
         for i, method in enumerate(methods)
     }
-    found = settings(methods, costs, layers, np.linspace(1, 2, 8))
-    return [[*map(limits, one.method.parts), one.error, one.time, one.active] for one in found]
+    found = settings(methods, costs, layers, np.linspace(1, 2, 8), {}, 1.0)
+    return [[*map(limits, one.method.parts), one.error, one.time, float(one.active(8).mean())] for one in found]
 
 
 @contextmanager

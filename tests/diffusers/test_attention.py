@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from covering import at_grids_in_turn
 from reference import dense_mask, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
@@ -37,9 +38,6 @@ REFERENCES = {
 
 
 every_family = pytest.mark.parametrize("name", SPARSE)
-every_grid = pytest.mark.parametrize(
-    ("name", "grid"), [(name, grid) for name in SPARSE for grid in SPARSE[name].grids]
-)
 
 
 def every_family_of(*cases, among=SPARSE):
@@ -82,18 +80,20 @@ def unchanged(model, x, *methods, text=None):
 # --- what it computes ---
 
 
-@every_grid
 @pytest.mark.parametrize(
-    "method",
-    [
-        HilbertA(tiles=4, align=1),
-        HilbertA(tiles=3, curve="moore", centre=0.0, period=2, slide="diagonal", dense_layers="1"),
-        ToDo(),
-        LLSA(top_k=2, min_tokens=0),
-        pytest.param(LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0), marks=pytest.mark.slow),
-        LLSA(top_k=3, enrich=False, min_tokens=0),
-        pytest.param(LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0), marks=pytest.mark.slow),
-    ],
+    ("name", "grid", "method"),
+    at_grids_in_turn(
+        SPARSE,
+        [
+            HilbertA(tiles=4, align=1),
+            HilbertA(tiles=3, curve="moore", centre=0.0, period=2, slide="diagonal", dense_layers="1"),
+            ToDo(),
+            LLSA(top_k=2, min_tokens=0),
+            LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0),
+            LLSA(top_k=3, enrich=False, min_tokens=0),
+            LLSA(top_k=2, block_size=32, levels=1, reweight=False, min_tokens=0),
+        ],
+    ),
     ids=title,
 )
 def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name, grid, method):
@@ -115,9 +115,10 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
             assert row.true == pytest.approx(1 - mask.double().mean().item())
 
 
-@every_grid
 @pytest.mark.parametrize(
-    "method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0), ToDo(factor=1), ALL_BLOCKS], ids=title
+    ("name", "grid", "method"),
+    at_grids_in_turn(SPARSE, [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0), ToDo(factor=1), ALL_BLOCKS]),
+    ids=title,
 )
 def test_dense_settings_are_the_dense_model(name, grid, method):
     model, x = built(name, grid, 2, **heads_for(name, method))
@@ -190,10 +191,14 @@ def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"),
-    [(name, checkpointing) for name in SPARSE for checkpointing in {False, SPARSE[name].checkpoints}],
+    ("name", "method", "checkpointing"),
+    [
+        (name, method, SPARSE[name].checkpoints and (i + j) % 2 == 0)
+        for i, name in enumerate(SPARSE)
+        for j, method in enumerate([HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
+    ],
+    ids=title,
 )
-@pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)], ids=title)
 def test_gradients_are_those_of_the_definition_whatever_runs_before_the_backward_pass(name, method, checkpointing):
     family = SPARSE[name]
     model, x = built(name, **heads_for(name, method))

@@ -1,11 +1,13 @@
 """Beside other features of diffusers and its neighbours: LoRA, IP-Adapter, ControlNet, caches, offloading, threads."""
 
 import threading
+from itertools import product
 
 import accelerate
 import pytest
 import tiny
 import torch
+from covering import in_turn
 from diffusers import ControlNetModel
 from diffusers.hooks import apply_group_offloading
 from diffusers.models import attention_dispatch
@@ -281,10 +283,12 @@ def test_the_private_names_of_diffusers_are_where_the_backend_expects_them():
 # --- offloading, caches, threads ---
 
 
-@every_family
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["accelerate", "block_level", "leaf_level"])
-def test_offloading_before_or_after(name, when, how):
+@pytest.mark.parametrize(
+    ("name", "how_and_when"),
+    in_turn(FAMILIES, [*product(["accelerate", "block_level", "leaf_level"], ["before", "after"])], each=2),
+)
+def test_offloading_before_or_after(name, how_and_when):
+    how, when = how_and_when
     model, x = built(name, dtype=torch.float32)
     cpu = torch.device("cpu")
 

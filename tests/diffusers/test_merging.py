@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import tiny
 import torch
+from covering import at_grids_in_turn
 from tiny import FAMILIES, built, call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,17 +86,20 @@ def seen_tokens(model, x):
 # --- what is exact ---
 
 
-@pytest.mark.parametrize(("name", "grid"), [(name, grid) for name in FAMILIES for grid in FAMILIES[name].grids])
 @pytest.mark.parametrize(
-    ("sparse", "method"),
-    [
-        *product([(), SPARSE], [ToMA(**LOSSLESS, granularity="module"), ToMA(**LOSSLESS, granularity="block")]),
-        ((), ToMeSD(keep=0.9999, skip=0)),
-        ((), ToFu(keep=0.9999, separation=0.0, skip=0)),
-        ((), ToFu(keep=0.9999, skip=0)),
-    ],
+    ("name", "grid", "methods"),
+    at_grids_in_turn(
+        FAMILIES,
+        [
+            *product([(), SPARSE], [ToMA(**LOSSLESS, granularity="module"), ToMA(**LOSSLESS, granularity="block")]),
+            ((), ToMeSD(keep=0.9999, skip=0)),
+            ((), ToFu(keep=0.9999, separation=0.0, skip=0)),
+            ((), ToFu(keep=0.9999, skip=0)),
+        ],
+    ),
 )
-def test_merging_that_loses_nothing_changes_nothing(name, grid, method, sparse):
+def test_merging_that_loses_nothing_changes_nothing(name, grid, methods):
+    sparse, method = methods
     model, x = built(name, grid, 2)
     with foveate.apply(model, *sparse) if sparse else nullcontext():
         want = call(model, x)

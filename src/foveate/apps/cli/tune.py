@@ -48,6 +48,10 @@ def tune(
             "[dim]default: ToMA with 0.75 and 0.5, HilbertA with 4 and 16 tiles, LLSA, HilbertA with ToMA[/]"
         ),
     ] = None,
+    cache: Annotated[
+        bool,
+        typer.Option("--cache/--no-cache", help="Try step caches too, alone and with every method."),
+    ] = True,
     size: Size = None,
     steps: Steps = None,
     guidance: Annotated[
@@ -67,8 +71,9 @@ def tune(
     """Choose the fastest setting whose images stay near the dense ones, and write it as a preset.
 
     Every method is measured on this machine, for this model and size: its error and its time, step by step and layer
-    by layer. Whole images of held-out prompts then decide how many steps and layers stay dense. After Ctrl-C the same
-    command resumes, and another budget reuses the measurements.
+    by layer. A step cache skips steps that change little. Whole images of held-out prompts then decide how many steps
+    and layers stay dense, and how many steps are skipped. After Ctrl-C the same command resumes, and another budget
+    reuses the measurements.
 
     foveate tune --min-ssim 0.9 --size 256
 
@@ -76,22 +81,22 @@ def tune(
 
     foveate generate "an owl" --size 256 --method tuned/ssim-0.9.json
     """
-    from foveate.tuning.tune import CANDIDATES, Budget, check
+    from foveate.tuning.tune import CACHES, CANDIDATES, Budget, check
     from foveate.tuning.tune import tune as search
 
     if min_ssim is not None and min_psnr is not None:
         raise ValueError("--min-ssim and --min-psnr are two budgets: give one of them")
     budget = Budget(min_psnr, "psnr") if min_psnr is not None else Budget(0.9 if min_ssim is None else min_ssim)
-    methods = [read_method(text) for text in method or []] or CANDIDATES
+    methods, caches = [read_method(text) for text in method or []] or CANDIDATES, CACHES if cache else ()
     texts = _prompts(prompts, model, seed)
-    check(texts, methods)
+    check(texts, methods, caches)
     check_writable(out)
     pipe, _, _ = open_at_size(model, "", size, device, dtype)
     request = request_of(pipe, model, texts[0], size, steps, guidance, seed, frames=frames)
     with progress() as track:
         preset = search(
             pipe, texts, budget, size=request.size, steps=request.steps, guidance=guidance, frames=request.frames,
-            seed=seed, methods=methods, out=out, track=track,
+            seed=seed, methods=methods, caches=caches, out=out, track=track,
             say=lambda line: console.print(escape(line), soft_wrap=True),
         )  # fmt: skip
     path = out / f"{budget.name.lower()}-{budget.at_least:g}.json"
