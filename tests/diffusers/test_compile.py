@@ -69,11 +69,11 @@ TOMA = "foveate.ToMA(skip=0, tile=(4, 4), weights_every=1, dst_every=2)"
 BOTH = "[foveate.HilbertA(tiles=4), foveate.ToMA()]"
 CASES = {
     "flux": [
-        f"'flux', {DEEP}, {BOTH}, (5, 5)",
-        f"'flux', {DEEP}, {HILBERTA}, (2, 6)",
+        f"'flux', {DEEP}, {HILBERTA}, (3, 6)",
         f"'flux', {DEEP}, [{TOMA}], (5, 5)",
         f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
-        f"'flux', {WIDE}, {LLSA}, (2, 6)",
+        f"'flux', {WIDE}, {LLSA}, (3, 6)",
+        f"'flux', {DEEP}, {BOTH}, (5, 5)",
     ],
     "double blocks, then single": [
         f"'flux2', {SINGLE}, {HILBERTA}, (2, 6)",

@@ -4,11 +4,14 @@
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial, update_wrapper
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
+from torch._dynamo.eval_frame import skip_code
 
 from foveate.diffusers.backend import LayerPlan, plan_of, with_text
 from foveate.diffusers.card import Card
@@ -30,11 +33,12 @@ class InnermostForward:
         holder, name = next((holder, name) for holder, name in self._places() if getattr(holder, name, None))
         self.original = getattr(holder, name)
         update_wrapper(self, self.original, updated=())
+        _function_of(type(module))  # not made within compiled code
         setattr(holder, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the module's `forward`."""
-        return self.run(self.original, *args, **kwargs)
+        return _function_of(type(self.module))(self, *args, **kwargs)
 
     def _places(self) -> list[tuple[Any, str]]:
         """Where hooks keep what they run around, and the module itself; the innermost place first."""
@@ -49,6 +53,19 @@ class InnermostForward:
                 setattr(holder, name, self.original)
         if vars(self.module).get("forward") == self.original:  # it is that of the class
             del self.module.forward
+
+
+def _function_of(module: type[nn.Module]) -> Callable[..., Any]:
+    """What runs an `InnermostForward`. Each class of modules has its own: torch.compile limits the graphs of each."""
+    if module not in _FUNCTIONS:
+        code = (lambda self, *args, **kwargs: self.run(self.original, *args, **kwargs)).__code__
+        _FUNCTIONS[module] = FunctionType(code.replace(co_name=f"run_{module.__name__}"), globals())
+    return _FUNCTIONS[module]
+
+
+_FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {}
+for outer in (InnermostForward.__call__, _function_of):
+    skip_code(outer.__code__)  # torch.compile begins with the function of the class
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +88,7 @@ class UncompiledForward(InnermostForward):
         super().__init__(module, before)
         self.after = after
 
-    @partial(torch.compiler.disable, recursive=False)
+    @skip  # torch.compiler.disable(recursive=False) would have torch.compile look at it in each call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the module's `forward`."""
         args, kwargs = self.run(args, kwargs)
