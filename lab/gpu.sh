@@ -115,6 +115,12 @@ sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
+joint() { # [9, estimated: a step cache, methods and both at equal error; interrupted, it goes on where it was]
+  timed python3 -m lab.quality.joint --size 512 --batch 8 --search 16 --prompts 64 --pictures out/joint "${commit[@]}"
+  timed python3 -m lab.quality.joint --size 256 --batch 16 --search 32 --prompts 128 --pictures out/joint "${commit[@]}"
+  timed python3 -m lab.bench.cached_run lab/results --method toma:keep=0.9 --cache-computed 0.4 --computed 0.4 "${commit[@]}"
+}
+
 distilled() { # [7 a variant]
   timed python3 -m lab.quality.distilled --out out/distilled --only "${ONLY:-t16,t4-rank32}" --steps 3000 --compile "${commit[@]}"
 }
@@ -203,7 +209,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality merging sparse distilled
+  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

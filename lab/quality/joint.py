@@ -7,6 +7,7 @@ Every setting generates the captions of a search, in batches. For each PSNR to t
 kinds, the fastest setting that reaches it on average then generates other captions, which the recogniser judges too.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from foveate.pipelines.lora import using
 from foveate.pipelines.request import Request, denoiser, draw_batch, load_pipeline
 from foveate.tuning.similarity import psnr
 from foveate.utils.device import versions
+from foveate.utils.files import write_whole
 from foveate.utils.progress import Track
 from foveate.utils.timing import now
 from foveate_models import find
@@ -60,7 +62,7 @@ def main(
     pipe: Any = load_pipeline(str(find("pipeline")), device, dtype)
     request = Request("", (size, size), STEPS, None, 0)
     with progress() as track:
-        tried = try_all(pipe, request, search, batch, track)
+        tried = try_all(pipe, request, search, batch, Path(pictures) / f"{size}px-{search}.json", track)
         wanted = product(DECIBELS, ("cache", "method", "both"))
         chosen = {(least, kind): one for least, kind in wanted if (one := best(tried, kind, least))}
         presets = {one["preset"].title: one["preset"] for one in chosen.values()}
@@ -91,24 +93,27 @@ def main(
     Console().print(table_of(rows))
 
 
-def try_all(pipe: Any, request: Request, search: int, batch: int, track: Track) -> list[dict[str, Any]]:
-    """What each setting gives on the captions of the search: see `generate`."""
+def try_all(pipe: Any, request: Request, search: int, batch: int, known: Path, track: Track) -> list[dict[str, Any]]:
+    """What each setting gives on the captions of the search; what the file `known` tells is not tried again."""
     alone = [((), cache) for cache in CACHES] + [((method,), None) for method in (*MERGING, *SPARSE)]
     both = [((method,), cache) for method, cache in product(BESIDE, CACHES)]
     requests = [
         request._replace(prompt=prompt, seed=i) for i, prompt in enumerate(captions(search, 0, evaluation=True))
     ]
     batches = [requests[start : start + batch] for start in range(0, search, batch)]
-    advance = track("search", len(alone) + len(both) + 1)
-    dense, _, _ = generate(pipe, None, batches)
-    advance()
+    found: dict[str, Any] = json.loads(known.read_text()) if known.exists() else {}
     tried: list[dict[str, Any]] = []
+    advance, dense = track("search", len(alone) + len(both)), list[Any]()
     for methods, cache in (*alone, *both):
         preset = preset_of(pipe, request, methods, cache)
-        images, seconds, computed = generate(pipe, preset, batches)
-        error = mean(psnr(*pair) for pair in zip(images, dense, strict=True))
+        if preset.title not in found:
+            dense = dense or generate(pipe, None, batches)[0]
+            images, seconds, computed = generate(pipe, preset, batches)
+            error = mean(psnr(*pair) for pair in zip(images, dense, strict=True))
+            found[preset.title] = {"psnr": error, "seconds": seconds, "computed": computed}
+            write_whole(known, json.dumps(found, indent=1).encode())
         kind = "both" if methods and cache else "method" if methods else "cache"
-        tried.append({"preset": preset, "kind": kind, "psnr": error, "seconds": seconds, "computed": computed})
+        tried.append({"preset": preset, "kind": kind, **found[preset.title]})
         advance()
     return tried
 
