@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from covering import at_grids_in_turn
+from covering import at_grids_in_turn, in_turn
 from reference import dense_mask, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
@@ -37,10 +37,7 @@ REFERENCES = {
 }
 
 
-every_family = pytest.mark.parametrize("name", SPARSE)
-
-
-def every_family_of(*cases, among=SPARSE):
+def every_family_of(*cases, among):
     """Parametrizes a test by cases of methods, each with the families in which they work."""
     sparse = {methods: all(isinstance(method, SparseAttention) for method in methods) for methods in cases}
     pairs = [(name, methods) for methods in cases for name in among if sparse[methods] or name in FAMILIES]
@@ -134,11 +131,10 @@ def test_dense_settings_are_the_dense_model(name, grid, method):
         assert (rows[0].backend, rows[0].nominal) == ("portable", 0)
 
 
-@every_family
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)]
-)
-def test_every_dtype_works(name, dtype, tolerance):
+@pytest.mark.parametrize(("name", "dtype"), in_turn(SPARSE, [torch.float32, torch.bfloat16, torch.float16], each=2))
+def test_every_dtype_works(name, dtype):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+
     def cast(value):
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
 
@@ -174,12 +170,14 @@ def test_todo_reads_the_keys_of_every_other_row_and_column():
         assert {row.true for row in run.summary().layers} == {0.75}
 
 
-@every_family_of(
-    (HilbertA(tiles=4, align=1),),
-    (LLSA(top_k=2, min_tokens=0),),
-    (ToMA(skip=0, tile=(4, 4)),),
-    (HilbertA(tiles=2), ToMA(skip=0)),
-    (ToMeSD(skip=0),),
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        *in_turn(SPARSE, [(HilbertA(tiles=4, align=1),), (LLSA(top_k=2, min_tokens=0),)]),
+        *in_turn(
+            FAMILIES, [(ToMA(skip=0, tile=(4, 4)),), (HilbertA(tiles=2), ToMA(skip=0)), (ToMeSD(skip=0),)], each=2
+        ),
+    ],
 )
 def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
     model, x = built(name, batch=3, **heads_for(name, methods[0]))
@@ -585,20 +583,22 @@ def dense_because(model, x, method, why, **more):
         assert run.plans() == {}
 
 
-@every_family
 @pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        (HilbertA(), "image tokens are too few"),
-        (HilbertA(min_tokens=401), " image tokens are fewer than min_tokens=401"),
-        (ToDo(factor=17), "image tokens are too few for a factor of 17"),
-        (LLSA(), " image tokens are fewer than min_tokens=1024"),
-        (LLSA(min_tokens=0), "does not support these heads: head_dim must be 32 to 256, not "),
-    ],
-    ids=lambda case: case if isinstance(case, str) else "",
+    ("name", "method_and_why"),
+    in_turn(
+        SPARSE,
+        [
+            (HilbertA(), "image tokens are too few"),
+            (HilbertA(min_tokens=401), " image tokens are fewer than min_tokens=401"),
+            (ToDo(factor=17), "image tokens are too few for a factor of 17"),
+            (LLSA(), " image tokens are fewer than min_tokens=1024"),
+            (LLSA(min_tokens=0), "does not support these heads: head_dim must be 32 to 256, not "),
+        ],
+        each=3,
+    ),
 )
-def test_a_model_stays_dense_and_says_why(name, method, why):
-    dense_because(*built(name, (16, 16)), method, why)
+def test_a_model_stays_dense_and_says_why(name, method_and_why):
+    dense_because(*built(name, (16, 16)), *method_and_why)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd15"])

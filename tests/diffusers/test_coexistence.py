@@ -1,7 +1,6 @@
 """Beside other features of diffusers and its neighbours: LoRA, IP-Adapter, ControlNet, caches, offloading, threads."""
 
 import threading
-from itertools import product
 
 import accelerate
 import pytest
@@ -25,6 +24,11 @@ SPARSE = HilbertA(tiles=4, align=1)
 LOSSLESS = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4), granularity="module", merge_mlp=True)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 UNETS = "sdxl", "sd15"
+TAKE_LORA = (
+    "flux", "chroma", "longcat", "ovis", "krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15", "zimage", "sd3",
+    *UNETS,
+)  # fmt: skip
+OFFLOADING = "accelerate", "block_level", "leaf_level"
 
 
 class KeepsMaps:
@@ -50,25 +54,11 @@ def whys(run):
 
 
 @pytest.mark.parametrize(
-    "name",  # the others take none
-    [
-        "flux",
-        "chroma",
-        "longcat",
-        "ovis",
-        "krea2",
-        "hunyuan_image",
-        "hunyuan_video",
-        "hunyuan_video15",
-        "zimage",
-        "sd3",
-        "sdxl",
-        "sd15",
-    ],
+    ("name", "method_and_first"),
+    in_turn(TAKE_LORA, [(SPARSE, "lora"), (LOSSLESS, "apply"), (SPARSE, "apply"), (LOSSLESS, "lora")], each=2),
 )
-@pytest.mark.parametrize("method", [SPARSE, LOSSLESS], ids=["sparse", "merged"])
-@pytest.mark.parametrize("first", ["lora", "apply"])
-def test_a_lora_may_come_before_or_after_and_go(name, method, first):
+def test_a_lora_may_come_before_or_after_and_go(name, method_and_first):
+    method, first = method_and_first
     model, x = built(name)
     dense = call(model, x)
 
@@ -284,8 +274,7 @@ def test_the_private_names_of_diffusers_are_where_the_backend_expects_them():
 
 
 @pytest.mark.parametrize(
-    ("name", "how_and_when"),
-    in_turn(FAMILIES, [*product(["accelerate", "block_level", "leaf_level"], ["before", "after"])], each=2),
+    ("name", "how_and_when"), in_turn(FAMILIES, [*zip(2 * OFFLOADING, 3 * ("before", "after"), strict=True)], each=2)
 )
 def test_offloading_before_or_after(name, how_and_when):
     how, when = how_and_when

@@ -15,13 +15,18 @@ from foveate.diffusers.card import card_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 MERGING = ToMA(skip=0, tile=(4, 4))
-CASES = [(name, (family.method,)) for name, family in (FAMILIES | LLSA_ONLY).items()]
-CASES += [(name, (MERGING,)) for name in FAMILIES] + [("flux", (HilbertA(tiles=2), MERGING))]
-every_case = pytest.mark.parametrize(
-    ("name", "methods"),
-    CASES,
-    ids=[f"{name}-{'+'.join(type(m).__name__ for m in methods)}" for name, methods in CASES],
-)
+SPARSE = [(name, (family.method,)) for name, family in FAMILIES.items()]
+MERGED = [(name, (MERGING,)) for name in FAMILIES]
+OTHERS = *((name, (family.method,)) for name, family in LLSA_ONLY.items()), ("flux", (HilbertA(tiles=2), MERGING))
+
+
+def cases(*chosen):
+    ids = [f"{name}-{'+'.join(type(method).__name__ for method in methods)}" for name, methods in chosen]
+    return pytest.mark.parametrize(("name", "methods"), chosen, ids=ids)
+
+
+every_case = cases(*SPARSE, *MERGED, *OTHERS)
+one_method_of_each_family = cases(*SPARSE[::2], *MERGED[1::2], *OTHERS)
 
 
 class Foreign:
@@ -62,7 +67,7 @@ def test_removal_gives_the_model_back_bit_for_bit_also_after_an_exception(name, 
     assert tiny.fingerprint(model) == before
 
 
-@every_case
+@one_method_of_each_family
 def test_pauses_are_dense_and_a_failed_forward_pass_does_not_spoil_the_next(name, methods, caplog):
     model, x = built(name)
     last = [module for module in model.modules() if hasattr(module, "to_out") or hasattr(module, "ff")][-1]
@@ -90,7 +95,7 @@ def test_pauses_are_dense_and_a_failed_forward_pass_does_not_spoil_the_next(name
     assert not [record for record in caplog.records if record.name == "foveate" and "paused" in record.message]
 
 
-@every_case
+@one_method_of_each_family
 def test_a_deep_copy_and_a_saved_model_have_methods_of_their_own(name, methods):
     model, x = built(name)
     dense, before = call(model, x), tiny.fingerprint(model)
@@ -109,7 +114,7 @@ def test_a_deep_copy_and_a_saved_model_have_methods_of_their_own(name, methods):
         assert ours[:3] == theirs[:3], path
 
 
-@every_case
+@one_method_of_each_family
 def test_an_apply_that_fails_leaves_nothing_behind(name, methods):
     model = built(name)[0]
     before = tiny.fingerprint(model)

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import tiny
 import torch
-from covering import at_grids_in_turn
+from covering import at_grids_in_turn, in_turn
 from tiny import FAMILIES, built, call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +26,7 @@ from foveate.ops.merging import IndexMerge, Merge
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 every_family = pytest.mark.parametrize("name", FAMILIES)
-every_granularity = pytest.mark.parametrize("granularity", ["module", "block"])
+granularities_in_turn = pytest.mark.parametrize(("name", "granularity"), in_turn(FAMILIES, ["module", "block"]))
 SPARSE = (HilbertA(tiles=2, centre=0.0, slide="curve"),)  # as "auto" is beside merging
 beside = pytest.mark.parametrize("sparse", [(), SPARSE], ids=["alone", "sparse"])
 MERGES = {"skip": 0, "tile": (4, 4)}
@@ -109,8 +109,7 @@ def test_merging_that_loses_nothing_changes_nothing(name, grid, methods):
         assert all(row.method.endswith(method.title) for row in run.summary().layers)
 
 
-@every_family
-@every_granularity
+@granularities_in_turn
 def test_blocks_that_add_nothing_lose_nothing(name, granularity):
     model, x = built(name)
     for block in blocks(model).values():
@@ -121,8 +120,7 @@ def test_blocks_that_add_nothing_lose_nothing(name, granularity):
         torch.testing.assert_close(call(model, x), want)
 
 
-@every_family
-@beside
+@pytest.mark.parametrize(("name", "sparse"), in_turn(FAMILIES, [(), SPARSE]))
 def test_keep_of_one_is_the_model_and_less_is_not(name, sparse):
     model, x = built(name)
     dense = call(model, x)
@@ -133,11 +131,12 @@ def test_keep_of_one_is_the_model_and_less_is_not(name, sparse):
         assert (call(model, x) - dense).abs().max() > 1e-6
 
 
-@every_family
-@beside
-@pytest.mark.parametrize("dense_layers", ["", "1"])
-def test_blocks_that_stay_merged_compute_what_each_does_on_its_own(name, sparse, dense_layers, merges, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "methods"), in_turn(FAMILIES, [((), ""), (SPARSE, "1"), ((), "1"), (SPARSE, "")], each=2)
+)
+def test_blocks_that_stay_merged_compute_what_each_does_on_its_own(name, methods, merges, monkeypatch):
     """Merging undoes unmerging where weights are hard."""
+    sparse, dense_layers = methods
     model, x = built(name, batch=2)
     x = without_controlnet(x)
     method = ToMA(granularity="block", weights="hard", dense_layers=dense_layers, **MERGES)
@@ -194,15 +193,17 @@ def test_residuals_of_a_controlnet_meet_all_tokens(name, merges):
     assert len(merges) == len(blocks(model))
 
 
-@every_family
 @pytest.mark.parametrize(
-    "method",
-    [
-        ToMA(**MERGES),
-        ToMA(dense_layers="1", **MERGES),
-        ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
-    ],
-    ids=["ToMA", "dense-layer", "ToMeSD"],
+    ("name", "method"),
+    in_turn(
+        FAMILIES,
+        [
+            ToMA(**MERGES),
+            ToMA(dense_layers="1", **MERGES),
+            ToMeSD(skip=0, granularity="block", merge_cross=True, merge_mlp=True),
+        ],
+        each=2,
+    ),
 )
 def test_whole_blocks_compute_what_they_do_on_tokens_in_the_order_of_regions(name, method, monkeypatch):
     model, x = built(name, FAMILIES[name].grids[1], 2)
@@ -283,8 +284,7 @@ def test_merged_tokens_stand_where_their_destinations_stand(batch):
         torch.testing.assert_close(got[1][one], want[1])
 
 
-@every_family
-@every_granularity
+@granularities_in_turn
 @pytest.mark.usefixtures("fixed_destinations")
 def test_autocast_is_near_full_precision(name, granularity):
     model, x = built(name, batch=2, dtype=torch.float32)
@@ -408,8 +408,7 @@ def test_merging_that_does_not_fit_the_sparse_tiles_is_refused(methods, remedy):
 # --- when plans are made ---
 
 
-@every_family
-@every_granularity
+@granularities_in_turn
 def test_plans_are_made_from_the_input_of_the_first_block_that_merges(name, granularity, monkeypatch):
     seen, given, make = [], [], ToMA.plan
     monkeypatch.setattr(ToMA, "plan", lambda *args: seen.append((args[1], args[2].order)) or make(*args))
