@@ -7,7 +7,7 @@ python -m lab.quality.video --model video-run/pipeline
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from itertools import islice, pairwise
@@ -31,7 +31,7 @@ from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_reco
 from foveate.apps.web.compare import showcase
 from foveate.methods.base import sparse_and_merging
 from foveate.pipelines.image_files import write_picture
-from foveate.pipelines.lora import Distilled, MethodLike, throughout, using
+from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw_batch, fingerprint, load_pipeline
 from foveate.plots.figures import draw_sheet, figure_png
 from foveate.tuning.similarity import psnr
@@ -165,9 +165,9 @@ def _scores(
     real = [_strip(_frames(video)) for video in shown]
     sets: dict[str, tuple[list[Image.Image], float]] = {"real": (real, 0.0)}
     for method in (None, *methods):
-        label = _label(method)
+        label = method.title if method else "dense"
         folder = out / (f"{slug(label)}-{crc32(repr(method).encode()):08x}" if method else label)
-        sets[label] = _drawn(pipeline, method, request, wanted, batch, folder, track)
+        sets[label] = _drawn(pipeline, method, request, wanted, batch, folder, track(label, len(wanted)))
     scores: list[dict[str, Any]] = []
     dense = [_cut(strip) for strip in sets["dense"][0]]
     for label, (strips, seconds) in sets.items():
@@ -187,13 +187,6 @@ def _scores(
     return scores, {label: strips[:SHOWN] for label, (strips, _) in sets.items()}
 
 
-def _label(method: MethodLike | None) -> str:
-    """Title of a method; with a LoRA, its first sparse step comes last, as in the recorded results."""
-    if isinstance(method, Distilled) and (start := method.method.start_percent):
-        return f"{throughout(method).title}, start_percent={start}"
-    return method.title if method else "dense"
-
-
 def _drawn(
     pipeline: Any,
     method: MethodLike | None,
@@ -201,10 +194,10 @@ def _drawn(
     wanted: Sequence[MovingScene],
     batch: int,
     folder: Path,
-    track: Track,
+    advance: Callable[[], None],
 ) -> tuple[list[Image.Image], float]:
     """Videos as strips of frames, and the median of their seconds. Existing batches are not generated again."""
-    advance, strips, seconds = track(_label(method), len(wanted)), [], []
+    strips, seconds = [], []
     requests = [request._replace(prompt=one.scene.caption, seed=seed) for seed, one in enumerate(wanted)]
     with using(pipeline, method):
         for first in range(0, len(requests), batch):

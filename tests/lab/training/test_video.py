@@ -188,7 +188,7 @@ def test_a_method_is_scored_with_its_lora_in_all_steps_and_in_late_ones(tmp_path
     judged.main("model", side=32, frames=5, prompts=1, lora="lora", device="cpu", dtype="float32")
     scores = json.loads((tmp_path / "lab/results/video-cpu-32px.json").read_text())["scores"]
     assert [score["label"] for score in scores] == [
-        "real", "dense", made, f"{made}, start_percent=0.2", f"{made}, start_percent=0.4",
+        "real", "dense", made, *(f"HilbertA T=2 start_percent={start}, distilled" for start in judged.LATE)
     ]  # fmt: skip
 
 
