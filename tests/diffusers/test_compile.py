@@ -200,16 +200,17 @@ for methods in (foveate.ToMA(weights_every=1),), (foveate.HilbertA(tiles=4), fov
             torch.testing.assert_close(model(**step)[0], want, rtol=1e-3, atol=1e-3)
 """
 
-# with more methods and sizes than Dynamo compiles a block for
+# with more methods than Dynamo compiles a block for
 BENCHMARK = """
 from foveate.apps.bench import step
 regional = type(model).compile_repeated_blocks
 type(model).compile_repeated_blocks = lambda self, **options: regional(self, backend="eager", **options)
 torch._dynamo.config.recompile_limit = 2
-methods = [foveate.HilbertA(tiles=tiles) for tiles in (2, 4, 8)]
+step.LEAST_STEPS = 1
+methods = [foveate.HilbertA(tiles=tiles) for tiles in (2, 4)]
 setup = step.Setup.of(methods=methods, text=8, compile=True, device="cpu")
-*_, result = step.bench_step(setup, [(16, 16), (16, 20)], rounds=1)
-assert [row["method"] for row in result["rows"]] == 2 * ["dense", *map(repr, methods), "dense"], result
+*_, result = step.bench_step(setup, [(16, 16)], rounds=1)
+assert [row["method"] for row in result["rows"]] == ["dense", *map(repr, methods), "dense"], result
 """
 
 # CUDA graphs of the blocks: several pictures with grids of one shape of plans, several steps with new plans
