@@ -56,7 +56,7 @@ def python(wheels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    pip(python, "install", TORCH, f"{wheels['foveate']}[diffusers]")
+    pip(python, "install", "--no-compile", TORCH, f"{wheels['foveate']}[diffusers]")
     return python
 
 
