@@ -18,7 +18,7 @@ from foveate import LLSA, HilbertA, ToMA
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.arguments import Rotations
 from foveate.diffusers.backend import plan_of
-from foveate.diffusers.card import Layout, card_of, image, padding, text
+from foveate.diffusers.card import TokenLayout, card_of, image, padding, text
 from foveate.diffusers.cards.flux import grids_of
 from foveate.diffusers.planning import sequence_order
 from foveate.methods import ToDo, ToMeSD
@@ -507,7 +507,7 @@ def test_z_image_needs_images_of_one_size():
 
 
 def test_an_order_undoes_the_interleaving_of_ulysses_and_leaves_padding_out():
-    layout = Layout((text(2), padding(2), image(2, 4)))
+    layout = TokenLayout((text(2), padding(2), image(2, 4)))
     order, inverse = sequence_order(torch.arange(8).flip(0), layout, ranks=2)
     gathered = torch.tensor([0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11])  # process 0: text, image; 1: padding, image
     assert gathered[order].tolist() == [0, 1, *range(11, 3, -1)]

@@ -15,10 +15,10 @@ from foveate.utils.cache import cached_by_tensor
 
 __all__ = [
     "Card",
-    "Layout",
     "Segment",
     "Segments",
     "Stack",
+    "TokenLayout",
     "card_of",
     "earlier_frames",
     "image",
@@ -184,7 +184,7 @@ def _read_mask(mask: Tensor, tokens: int) -> tuple[Segments, ...]:
     return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
 
-class Layout(NamedTuple):
+class TokenLayout(NamedTuple):
     """The attention sequence of a sample in a forward pass.
 
     Attributes:
@@ -225,16 +225,16 @@ class Layout(NamedTuple):
         runs = groupby(self.segments, key=lambda segment: segment.kind in ("image", "reference"))
         return [sum(segment.tokens for segment in run) for _, run in runs]
 
-    def only_images(self) -> "Layout":
+    def only_images(self) -> "TokenLayout":
         """The sequence of attention among image tokens alone."""
-        return Layout(tuple(segment for segment in self.segments if segment.kind == "image"))
+        return TokenLayout(tuple(segment for segment in self.segments if segment.kind == "image"))
 
-    def merged(self, kept: int) -> "Layout":
+    def merged(self, kept: int) -> "TokenLayout":
         """The sequence when the image tokens are merged into `kept` tokens, in the place of the first image."""
         first = next(i for i, segment in enumerate(self.segments) if segment.kind == "image")
         others = [(i, segment) for i, segment in enumerate(self.segments) if segment.kind != "image"]
         before = [segment for i, segment in others if i < first]
-        return Layout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
+        return TokenLayout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
 
     def count(self, kind: str) -> int:
         """Number of tokens of a kind."""
@@ -310,7 +310,7 @@ class Card:
     timestep_scale: ClassVar[float | None] = 1000.0
     start_percent: ClassVar[float] = 0.2
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout | list[TokenLayout]:
         """The attention sequence of a forward pass, or that of each sample of the batch.
 
         The sequences of samples may differ in their padding only. Unless a card says otherwise, it is the image or
@@ -324,7 +324,9 @@ class Card:
             DenseFallback: If this forward pass has to stay dense.
         """
         config = holder.config
-        return Layout((patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),))  # UNets have no patches
+        return TokenLayout(
+            (patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),)
+        )  # UNets have no patches
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""

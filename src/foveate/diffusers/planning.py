@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.diffusers.backend import LayerPlan, attach, context_of, detach, dispatches
-from foveate.diffusers.card import Card, Layout
+from foveate.diffusers.card import Card, TokenLayout
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass, keeps_state
 from foveate.methods import Method
@@ -117,7 +117,7 @@ class Decision(NamedTuple):
             intercepted.
     """
 
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[TokenLayout, ...] = ()
     attention: dict[int, AttentionPlan] | None = None
     regions: Regions | None = None
     why: str = "no forward yet"
@@ -128,7 +128,7 @@ class Decision(NamedTuple):
     dense_layers: Mapping[str, str] = {}
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """The attention sequence of the first sample. Others have the same images and number of tokens."""
         return self.layouts[0]
 
@@ -155,7 +155,7 @@ class Decision(NamedTuple):
         """Whether a layer attends among merged tokens."""
         return layer.merges and self.regions is not None
 
-    def layouts_of(self, layer: Layer) -> list[Layout]:
+    def layouts_of(self, layer: Layer) -> list[TokenLayout]:
         """The sequence of each sample in one layer; one if all are alike."""
         return alike([layout if layer.joint else layout.only_images() for layout in self.layouts])
 
@@ -175,7 +175,7 @@ class Decision(NamedTuple):
         parts = tuple(self._plan_of_layout(layer, layout, card) for layout, _ in runs)
         return parts[0] if len(parts) == 1 else replace(parts[0], parts=parts, samples=tuple(n for _, n in runs))
 
-    def _plan_of_layout(self, layer: Layer, layout: Layout, card: Card) -> LayerPlan:
+    def _plan_of_layout(self, layer: Layer, layout: TokenLayout, card: Card) -> LayerPlan:
         """The plan of one layer for samples with this layout."""
         pattern = self.pattern(layer, layout.text)
         if layout.references:
@@ -455,14 +455,14 @@ def splits_tokens(block: nn.Module) -> bool:
 # --- orders and patterns of a whole attention sequence ---
 
 
-def alike(layouts: Layout | list[Layout]) -> list[Layout]:
+def alike(layouts: TokenLayout | list[TokenLayout]) -> list[TokenLayout]:
     """The layouts of all samples; one if they are alike."""
-    layouts = [layouts] if isinstance(layouts, Layout) else layouts
+    layouts = [layouts] if isinstance(layouts, TokenLayout) else layouts
     return layouts if len(set(layouts)) > 1 else layouts[:1]
 
 
 @cached_by_tensor
-def sequence_order(image_order: Tensor, layout: Layout, ranks: int = 1) -> tuple[Tensor, Tensor | None]:
+def sequence_order(image_order: Tensor, layout: TokenLayout, ranks: int = 1) -> tuple[Tensor, Tensor | None]:
     """Order and inverse of an attention sequence: references, text, then the image tokens in the order of a plan.
 
     The inverse has the length of the whole sequence. It is None if the sequence has this order already.
@@ -477,12 +477,12 @@ def sequence_order(image_order: Tensor, layout: Layout, ranks: int = 1) -> tuple
 
 @lru_cache(maxsize=64)
 @persistent
-def merged_order(layout: Layout, device: torch.device, ranks: int) -> tuple[Tensor, Tensor | None]:
+def merged_order(layout: TokenLayout, device: torch.device, ranks: int) -> tuple[Tensor, Tensor | None]:
     """`sequence_order` of a sequence whose image tokens are merged, which leaves them in the order of the plan."""
     return _order_of(layout, slice(None), device, ranks)
 
 
-def _order_of(layout: Layout, image_order: Any, device: torch.device, ranks: int) -> tuple[Tensor, Tensor | None]:
+def _order_of(layout: TokenLayout, image_order: Any, device: torch.device, ranks: int) -> tuple[Tensor, Tensor | None]:
     # every process holds a part of the text and a part of the image: [text 0, image 0, text 1, image 1, ...]
     streams = [stream.tensor_split(ranks) for stream in torch.arange(layout.tokens).split(layout.streams())]
     place = inverse_order(torch.cat([part for parts in zip(*streams, strict=True) for part in parts]))

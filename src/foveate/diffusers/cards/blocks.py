@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor
 
 from foveate.diffusers.backend import foveate_attention, plan_of
-from foveate.diffusers.card import Card, Layout, Stack, text
+from foveate.diffusers.card import Card, Stack, TokenLayout, text
 
 __all__ = ["CosmosCard", "DiTCard", "DispatchedProcessor", "PixArtCard", "SD3Card", "UNetCard"]
 
@@ -108,10 +108,10 @@ class SD3Card(DiTCard):
     attention = {"attn": True, "attn2": False}  # noqa: RUF012
     merged_modules = {"attn": "attn", "attn2": "attn", "ff": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The image, then the text."""
         picture = super().layout(holder, inputs).segments
-        return Layout((*picture, text(inputs["encoder_hidden_states"].shape[1])))
+        return TokenLayout((*picture, text(inputs["encoder_hidden_states"].shape[1])))
 
 
 class UNetCard(DiTCard):

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from torch import Tensor
 
-from foveate.diffusers.card import Card, Layout, Segment, Segments, Stack, image, text_and_padding
+from foveate.diffusers.card import Card, Segment, Segments, Stack, TokenLayout, image, text_and_padding
 from foveate.methods.base import DenseFallback, default_skip
 from foveate.utils.cache import cached_by_tensor
 
@@ -24,10 +24,10 @@ class FluxCard(Card):
     merge_mlp = False
     joined = False  # single-stream blocks of FLUX join text and image themselves
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[text, image, references]; the grids are read from `img_ids`."""
         images = [image(*grid) for grid in grids_of(inputs["img_ids"])]
-        return [Layout((*words, *images)) for words in self.text(inputs)]
+        return [TokenLayout((*words, *images)) for words in self.text(inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text of each sample, or of all."""
@@ -54,7 +54,7 @@ class Flux2Card(FluxCard):
     stream = "norm", "attn"
     cache = "joint_attention_kwargs"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[text, image, references]; [text, references, image] when keys are to be cached, then [text, image]."""
         mode, cache = inputs.get("kv_cache_mode"), inputs.get("kv_cache")
         now = inputs.get("num_ref_tokens", 0) if mode == "extract" else 0
@@ -66,7 +66,7 @@ class Flux2Card(FluxCard):
             raise DenseFallback("not all processors cache keys of references: draw with Flux2KleinKVPipeline")
         [words] = self.text(inputs)
         images = [image(*grid) for grid in grids_of(inputs["img_ids"], now)]
-        return [Layout((*words, Segment("reference", (now,)), *images), cached)]
+        return [TokenLayout((*words, Segment("reference", (now,)), *images), cached)]
 
 
 class ChromaCard(FluxCard):

@@ -3,7 +3,7 @@
 from itertools import chain
 from typing import Any
 
-from foveate.diffusers.card import Layout, Segment, Segments, padding, patches, text, text_and_padding
+from foveate.diffusers.card import Segment, Segments, TokenLayout, padding, patches, text, text_and_padding
 from foveate.diffusers.cards.flux import FluxCard
 from foveate.methods.base import DenseFallback
 
@@ -18,13 +18,13 @@ class HunyuanImageCard(FluxCard):
     rotates_text = False
     returns_image_first = True
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[image, text, padding]."""
         sides = inputs["hidden_states"].shape[2:]
         if len(sides) > 2:
             raise DenseFallback("latents with frames are no images")
         picture = patches(sides, holder.config.patch_size)
-        return [Layout((picture, *words)) for words in self.text(inputs)]
+        return [TokenLayout((picture, *words)) for words in self.text(inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text; the model puts the tokens of both prompts first and their padding last."""

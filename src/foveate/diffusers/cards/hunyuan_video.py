@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from foveate.diffusers.card import Card, Layout, Segments, earlier_frames, padding, patches, text, text_and_padding
+from foveate.diffusers.card import (
+    Card,
+    Segments,
+    TokenLayout,
+    earlier_frames,
+    padding,
+    patches,
+    text,
+    text_and_padding,
+)
 from foveate.diffusers.cards.hunyuan_image import HunyuanImageCard, padding_last
 
 __all__ = ["FramepackCard", "HunyuanVideo15Card", "HunyuanVideoCard"]
@@ -14,11 +23,11 @@ class HunyuanVideoCard(HunyuanImageCard):
     start_percent = 0.4
     rope = "freqs_cis", "image_rotary_emb"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[video, text, padding]; the grid is that of the latent's patches."""
         patch = holder.config.patch_size_t, holder.config.patch_size, holder.config.patch_size
         grid = patches(inputs["hidden_states"].shape[2:], patch)
-        return [Layout((grid, *words)) for words in self.text(inputs)]
+        return [TokenLayout((grid, *words)) for words in self.text(inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The text; the model counts its tokens and takes the last ones for padding."""
@@ -53,10 +62,10 @@ class FramepackCard(HunyuanVideoCard):
 
     merging_unsupported_reason = "puts earlier frames before the video"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[earlier frames, video, text, padding]."""
         earlier = earlier_frames(inputs, "latents_clean", "latents_history_2x", "latents_history_4x")
-        return [Layout((earlier, *layout.segments)) for layout in super().layout(holder, inputs)]
+        return [TokenLayout((earlier, *layout.segments)) for layout in super().layout(holder, inputs)]
 
     def text(self, inputs: dict[str, Any]) -> tuple[Segments, ...]:
         """The image and the prompt; the model cuts the padding off if the batch is a single sample."""

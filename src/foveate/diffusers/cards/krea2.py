@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from foveate.diffusers.card import Card, Layout, Stack, image, text_and_padding
+from foveate.diffusers.card import Card, Stack, TokenLayout, image, text_and_padding
 from foveate.diffusers.cards.flux import grids_of
 
 __all__ = ["Krea2Card"]
@@ -16,12 +16,12 @@ class Krea2Card(Card):
     timestep_scale = 1.0
     padding_mask = "encoder_attention_mask"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[text, padding, text, image]."""
         tokens = inputs["encoder_hidden_states"].shape[1]
         images = [image(*grid) for grid in grids_of(inputs["position_ids"], tokens)]
         texts = text_and_padding(tokens, inputs.get("encoder_attention_mask"))
-        return [Layout((*words, *images)) for words in texts]
+        return [TokenLayout((*words, *images)) for words in texts]
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks, which are given text and image in one tensor."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.diffusers.card import Card, Layout, video
+from foveate.diffusers.card import Card, TokenLayout, video
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
@@ -20,17 +20,17 @@ class LTXCard(Card):
     attention = {"attn1": False}  # noqa: RUF012
     merging_unsupported_reason = "rotates each head in its own way"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The video, with the frames of conditions before or after it; its grid is given or read from coordinates."""
         if inputs.get("video_self_attention_mask") is not None:
             raise DenseFallback("an attention mask was passed")
         grid: Any = tuple(inputs.get(name) for name in ("num_frames", "height", "width"))
         tokens, places = inputs["hidden_states"].shape[1], inputs.get("video_coords")
         if None not in grid and prod(grid) == tokens:
-            return Layout((video(*grid),))
+            return TokenLayout((video(*grid),))
         if places is None:
             raise DenseFallback("neither num_frames, height and width nor video_coords tell the grid of the tokens")
-        return Layout((video(*_grid_of(places)),))
+        return TokenLayout((video(*_grid_of(places)),))
 
 
 @cached_by_tensor

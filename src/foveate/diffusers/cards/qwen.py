@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.diffusers.card import Card, Layout, image, text_and_padding
+from foveate.diffusers.card import Card, TokenLayout, image, text_and_padding
 from foveate.methods.base import DenseFallback
 
 __all__ = ["QwenImageCard"]
@@ -19,7 +19,7 @@ class QwenImageCard(Card):
     merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
     padding_mask = "encoder_hidden_states_mask"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """Text, its padding, and the images: the picture first, then its references or layers."""
         shapes = inputs["img_shapes"]
         if any(sample != shapes[0] for sample in shapes):
@@ -28,7 +28,7 @@ class QwenImageCard(Card):
         if any(frames != 1 for frames, _, _ in first):
             raise DenseFallback("img_shapes with several frames are no images")
         texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs.get("encoder_hidden_states_mask"))
-        return [Layout((*words, *(image(*grid) for _, *grid in first))) for words in texts]
+        return [TokenLayout((*words, *(image(*grid) for _, *grid in first))) for words in texts]
 
     def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """From the complex rotations of image and text."""

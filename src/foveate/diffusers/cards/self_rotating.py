@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.diffusers.card import Card, Layout, patches, text, text_and_padding
+from foveate.diffusers.card import Card, TokenLayout, patches, text, text_and_padding
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
@@ -20,14 +20,14 @@ class JoyImageEditCard(Card):
     blocks = "double_blocks"
     merging_unsupported_reason = "makes its rotary embedding on the CPU"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """[picture, references, text]; each image is an item of the latents."""
         *items, _, frames, height, width = inputs["hidden_states"].shape
         patch = holder.config.patch_size
         if frames != 1 or patch[0] != 1:
             raise DenseFallback("latents with several frames are no images")
         pictures = (items[1] if len(items) == 2 else 1) * (patches((height, width), patch[1:]),)
-        return Layout((*pictures, text(inputs["encoder_hidden_states"].shape[1])))
+        return TokenLayout((*pictures, text(inputs["encoder_hidden_states"].shape[1])))
 
 
 class ErnieImageCard(Card):
@@ -38,11 +38,13 @@ class ErnieImageCard(Card):
     padding_mask = "attention_mask"
     merging_unsupported_reason = HALVES
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """The image, then the text, padded to the longest."""
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
         tokens = inputs["text_bth"].shape[1]
-        return [Layout((picture, *words)) for words in text_and_padding(tokens, _mask_of(inputs["text_lens"], tokens))]
+        return [
+            TokenLayout((picture, *words)) for words in text_and_padding(tokens, _mask_of(inputs["text_lens"], tokens))
+        ]
 
 
 @cached_by_tensor
@@ -57,13 +59,13 @@ class GlmImageCard(Card):
     attention = {"attn1": True}  # noqa: RUF012
     merging_unsupported_reason = HALVES
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The text, then the image."""
         caches = inputs.get("kv_caches")
         if caches is not None and caches[0].mode == "read":
             raise DenseFallback("keys of the references are cached")
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
-        return Layout((text(inputs["encoder_hidden_states"].shape[1]), picture))
+        return TokenLayout((text(inputs["encoder_hidden_states"].shape[1]), picture))
 
     def timestep(self, inputs: dict[str, Any]) -> Any:
         """Timestep of the scheduler: the pipeline passes one less."""
@@ -78,8 +80,8 @@ class Kandinsky5Card(Card):
     attention = {"self_attention": False}  # noqa: RUF012
     merging_unsupported_reason = "rounds rotated queries and keys to bfloat16"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The video; its grid is that of the latent's patches."""
         if inputs.get("sparse_params") is not None:
             raise DenseFallback("the model's own sparse attention is on")
-        return Layout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))
+        return TokenLayout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))

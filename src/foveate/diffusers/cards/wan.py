@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from foveate.diffusers.backend import context_of
-from foveate.diffusers.card import Card, Layout, Stack, earlier_frames
+from foveate.diffusers.card import Card, Stack, TokenLayout, earlier_frames
 from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "WanCard", "WanVACECard"]
@@ -35,7 +35,7 @@ class WanCard(Card):
 class SkyReelsV2Card(WanCard):
     """`SkyReelsV2Transformer3DModel`."""
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout | list[TokenLayout]:
         """As in Wan, unless blocks of frames attend to those before."""
         frames: Any = holder.config.num_frame_per_block
         if frames > 1:
@@ -55,7 +55,7 @@ class AnyFlowCard(WanCard):
     rope = None
     merging_unsupported_reason = "modulates each token by the timestep of its frame"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout | list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout | list[TokenLayout]:
         """The video; its grid is that of the latent's patches."""
         return super().layout(holder, {"hidden_states": inputs["hidden_states"].transpose(1, 2)})
 
@@ -67,14 +67,14 @@ class HeliosCard(WanCard):
     rope = None
     merging_unsupported_reason = "puts earlier frames before the video"
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> Layout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """[earlier frames, video]."""
         blocks = holder.blocks
         if context_of(blocks[0].attn1.processor):
             raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
         video: Any = super().layout(holder, inputs)
-        return Layout((earlier_frames(inputs, *names), *video.segments))
+        return TokenLayout((earlier_frames(inputs, *names), *video.segments))
 
 
 class WanVACECard(WanCard):

@@ -7,7 +7,7 @@ from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
 from foveate.diffusers.backend import context_of
-from foveate.diffusers.card import Card, Layout, Stack, image, padding, text
+from foveate.diffusers.card import Card, Stack, TokenLayout, image, padding, text
 from foveate.methods.base import DenseFallback, default_skip
 
 __all__ = ["ZImageCard"]
@@ -22,7 +22,7 @@ class ZImageCard(Card):
     padding_mask = "attn_mask"
     merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[Layout]:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """[image, its padding, caption, its padding], padded to the longest; image refiners see no caption."""
         pictures, captions = inputs["x"], inputs["cap_feats"]
         if isinstance(pictures[0], list):
@@ -38,9 +38,9 @@ class ZImageCard(Card):
         rows, columns = (side // inputs.get("patch_size", 2) for side in (height, width))
         alone = image(rows, columns), text(padding_of(rows * columns))
         if holder is blocks:
-            return [Layout(alone)]
+            return [TokenLayout(alone)]
         lengths = [len(caption) + padding_of(len(caption)) for caption in captions]
-        return [Layout((*alone, text(length), padding(max(lengths) - length))) for length in lengths]
+        return [TokenLayout((*alone, text(length), padding(max(lengths) - length))) for length in lengths]
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks that refine the image, then the main blocks; those that refine the caption stay dense."""
