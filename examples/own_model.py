@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from torch import nn
 
 import foveate
-from foveate.diffusers.card import Layout, image, text
+from foveate.diffusers.card import TokenLayout, image, text
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ class TextAndImageCard(foveate.Card):
 
     def layout(self, holder, inputs):
         """The attention sequence of a forward pass."""
-        return Layout((text(inputs["words"].shape[1]), image(*inputs["hidden_states"].shape[2:])))
+        return TokenLayout((text(inputs["words"].shape[1]), image(*inputs["hidden_states"].shape[2:])))
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
