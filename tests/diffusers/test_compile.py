@@ -69,10 +69,10 @@ TOMA = "foveate.ToMA(skip=0, tile=(4, 4), weights_every=1, dst_every=2)"
 BOTH = "[foveate.HilbertA(tiles=4), foveate.ToMA()]"
 CASES = {
     "flux": [
-        f"'flux', {DEEP}, {HILBERTA}, (3, 6)",
+        f"'flux', {DEEP}, {HILBERTA}, (2, 6)",
         f"'flux', {DEEP}, [{TOMA}], (5, 5)",
         f"'flux', {DEEP}, [foveate.ToMA(granularity='block', skip=1)], (5, 5)",
-        f"'flux', {WIDE}, {LLSA}, (3, 6)",
+        f"'flux', {WIDE}, {LLSA}, (2, 6)",
         f"'flux', {DEEP}, {BOTH}, (5, 5)",
     ],
     "double blocks, then single": [
@@ -172,6 +172,25 @@ with foveate.apply(model, foveate.HilbertA(tiles=4)):
     sparse = model(**x)[0]
 """
 
+CACHED = (
+    ANEW
+    + """
+from foveate.diffusers.preset import describe
+methods = foveate.HilbertA(tiles=4), foveate.ToMA(skip=0, tile=(4, 4), weights="hard")
+cache = foveate.StepCache(threshold=float("inf"))
+preset = foveate.Preset(methods=methods, cache=cache, models=[describe(model)], size=(1, 1))
+def skipping():
+    with foveate.apply(model, preset) as run, run.image():
+        outputs = [tiny.call(model, tiny.at(x, left)) for left in (1.0, 0.9, 0.8)]
+        assert run.summary().skipped["FluxTransformer2DModel"] == 2
+        return outputs
+wanted = skipping()
+model.compile_repeated_blocks(backend="eager")
+for got, want in zip(skipping(), wanted, strict=True):
+    near(got, want)
+"""
+)
+
 WHOLE_MODELS = (
     'compiled = torch.compile(model, backend="eager", fullgraph=True)',
     'compiled = model; model.compile(backend="eager")',
@@ -267,8 +286,8 @@ SCRIPTS = {
     **{name: slow("".join(FAMILY.format(case=case) for case in cases)) for name, cases in CASES.items()},
     "prompts of different length": slow(RAGGED),
     "fixed addresses": slow(ADDRESSES),
-    "after apply, and whole models": slow(
-        REGIONAL_AFTER + "".join(ANEW + WHOLE.format(compile=compile) for compile in WHOLE_MODELS)
+    "after apply, step caches, and whole models": slow(
+        REGIONAL_AFTER + CACHED + "".join(ANEW + WHOLE.format(compile=compile) for compile in WHOLE_MODELS)
     ),
     "benchmark": slow(BENCHMARK),
     "inductor": pytest.param(INDUCTOR, marks=pytest.mark.gpu),

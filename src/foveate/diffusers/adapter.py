@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foveate.diffusers.arguments import ArgumentsToBackend, InnermostForward, Rotations, arguments_by_name
+from foveate.diffusers.arguments import ArgumentsToBackend, Rotations, arguments_by_name
 from foveate.diffusers.backend import LayerPlan, RerunWithPlans, dispatches, local_tokens, plan_of
 from foveate.diffusers.card import Card, Stack
 from foveate.diffusers.clock import Clock
@@ -100,7 +100,6 @@ class ModelAdapter:
         self.outcomes, self.skipped = Counter[str](), 0
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
-        self._moved: list[InnermostForward] = []
         self._rotations = Rotations(card)
         self._lock = PassLock()
         self._cache: InstalledCache | None = None
@@ -138,7 +137,7 @@ class ModelAdapter:
     @property
     def hooks_inside(self) -> bool:
         """Whether submodules carry hooks, not only the root."""
-        return bool(self.blocks or self._moved or self._cache) or any(
+        return bool(self.blocks or self._cache) or any(
             not self.planned_with_model(layer.holder) for layer in self.layers
         )
 
@@ -152,8 +151,10 @@ class ModelAdapter:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        for part in (*self.blocks, *self._moved, *([self._cache] if self._cache else [])):
-            part.remove()
+        for block in self.blocks:
+            block.remove()
+        if self._cache:
+            self._cache.remove()
         self._cache = None
         for holder in {layer.holder for layer in self.layers}:
             RerunWithPlans.remove(holder)
@@ -194,12 +195,14 @@ class ModelAdapter:
                 if self.merging:  # a graph compiled for a block without hooks would be taken for blocks with hooks
                     merged = MergedBlock(group or idle, block, [*attns.values()], stack.joined)
                     self.blocks.append(merged)
+                moved = None
                 if self.sparse and (self.card.rope or self.card.cache):
                     moved = ArgumentsToBackend(block, [*attns.values()], self._rotations)
-                    self._moved.append(InnermostForward(block, moved.run))
-                if self.merging:  # around it, since plans are made from these arguments
+                    if not makes_plan:
+                        self._hooks.append(block.register_forward_pre_hook(moved.take, with_kwargs=True))
+                if self.merging:
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
-                    merged.install(plans=makes_plan, last=last)
+                    merged.install(plans=makes_plan, last=last, arguments=moved if makes_plan else None)
             first += len(stack.blocks)
         self.groups = [*groups.values()]
         if not self.layers:
@@ -272,7 +275,7 @@ class ModelAdapter:
             block.follow()
         self._set_merging()
         self._rotations.clear(reuse=self.now.reuse)
-        if self._cache:  # which adds the residuals of a ControlNet twice
+        if self._cache:  # in skipped steps diffusers adds the residuals of a ControlNet twice
             whole = self.clock.caller.paused or self.card.residuals_between_blocks(inputs)
             self.now.cached = self._cache.state(None if whole else self.planner.step(self.now))
         for holder in filter(self.planned_with_model, self.now.decisions):

@@ -1,17 +1,17 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalSubscript=false, reportPrivateImportUsage=false, reportReturnType=false
 """Arguments of a module's forward pass, what runs in place of it, and how two of a block's reach the backend."""
 
 import inspect
 from collections.abc import Callable
 from functools import cache, update_wrapper
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.decorators import skip
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from foveate.diffusers.backend import LayerPlan, plan_of, with_text
 from foveate.diffusers.card import Card
@@ -33,12 +33,11 @@ class InnermostForward:
         holder, name = next((holder, name) for holder, name in self._places() if getattr(holder, name, None))
         self.original = getattr(holder, name)
         update_wrapper(self, self.original, updated=())
-        _function_of(type(module))  # not made within compiled code
         setattr(holder, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the module's `forward`."""
-        return _function_of(type(self.module))(self, *args, **kwargs)
+        return self.run(self.original, *args, **kwargs)
 
     def _places(self) -> list[tuple[Any, str]]:
         """Where hooks keep what they run around, and the module itself; the innermost place first."""
@@ -53,19 +52,6 @@ class InnermostForward:
                 setattr(holder, name, self.original)
         if vars(self.module).get("forward") == self.original:  # it is that of the class
             del self.module.forward
-
-
-def _function_of(module: type[nn.Module]) -> Callable[..., Any]:
-    """What runs an `InnermostForward`. Each class of modules has its own: torch.compile limits the graphs of each."""
-    if module not in _FUNCTIONS:
-        code = (lambda self, *args, **kwargs: self.run(self.original, *args, **kwargs)).__code__
-        _FUNCTIONS[module] = FunctionType(code.replace(co_name=f"run_{module.__name__}"), globals())
-    return _FUNCTIONS[module]
-
-
-_FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {}
-for outer in (InnermostForward.__call__, _function_of):
-    skip_code(outer.__code__)  # torch.compile begins with the function of the class
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -152,13 +138,10 @@ class Rotations:
 
 
 class ArgumentsToBackend:
-    """Moves arguments of a block into the plans of its layers: the backend uses them, not the processor.
+    """A hook on a block that moves arguments into the plans of its layers: the backend uses them, not the processor.
 
     The backend rotates queries and keys by the rotary embedding while it gathers them: on a GPU one kernel then does
     what many would. It reads and fills the cache of reference keys, since a processor that does so passes no plan on.
-
-    This happens in place of the block's forward and not in a hook: torch.compile then compiles it together with the
-    block, whose graph takes the embedding as an input. Recorded CUDA graphs copy inputs, which may lie anywhere.
 
     Args:
         block: The block.
@@ -170,11 +153,11 @@ class ArgumentsToBackend:
         self.attentions, self.rotations = attentions, rotations
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the block: the arguments that are left to it, or None if all are."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
-            return forward(*args, **kwargs)
+            return None
         if (rope := self.rope.of(args, kwargs)) is not None:
             for plan in plans:
                 if plan.rope is None:  # that of merged tokens is set already
@@ -185,4 +168,9 @@ class ArgumentsToBackend:
             for plan in plans:
                 plan.cache = options["kv_cache"]
             args, kwargs = self.cache.dropped(args, kwargs)
-        return forward(*args, **kwargs)
+        return args, kwargs
+
+
+# compiled blocks call the hook before their graph: left to itself, torch.compile would compile the hook apart from the
+# block, and recorded CUDA graphs would read what it puts into the plans at addresses that move
+set_code_exec_strategy(ArgumentsToBackend.take.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from foveate.diffusers.arguments import Argument, InnermostForward, UncompiledForward
+from foveate.diffusers.arguments import Argument, ArgumentsToBackend, InnermostForward, UncompiledForward
 from foveate.diffusers.backend import LayerPlan, with_text
 from foveate.diffusers.card import Card
 from foveate.diffusers.clock import Step
@@ -205,6 +205,7 @@ class MergedBlock:
         self.inside: list[nn.Module] = []  # modules that are given merged tokens
         self._forwards: list[InnermostForward] = []
         self._plans = self._whole = False
+        self._arguments: ArgumentsToBackend | None = None
         self._ends_run = True  # whether tokens are unmerged after this block
         self._stream_end: InnermostForward | None = None  # see `follow`
 
@@ -215,15 +216,17 @@ class MergedBlock:
         for forward in reversed(self._forwards):
             forward.remove()
 
-    def install(self, *, plans: bool, last: bool) -> None:
+    def install(self, *, plans: bool, last: bool, arguments: ArgumentsToBackend | None = None) -> None:
         """Have the block merge.
 
         Args:
             plans: Whether the plan of the group is made from this block's input.
+            arguments: What takes arguments of the block once the plan is made from them.
             last: Whether the next block does not merge with the same plan.
         """
         method, card = self.group.method, self.group.card
         self._plans, self._ends_run, self._whole = plans, last, method.granularity == "block"
+        self._arguments = arguments
         if self._whole or (plans and not method.per_block):
             self._forwards.append(UncompiledForward(self.block, self.enter, self.leave))
         elif plans:
@@ -243,8 +246,9 @@ class MergedBlock:
     @property
     def is_watched(self) -> bool:
         """Whether hooks of others see the tokens that the block is given and returns."""
-        hooks = self.block._forward_hooks or self.block._forward_pre_hooks or keeps_state(self.block)
-        return bool(self._forwards and hooks)
+        hooks = [*self.block._forward_hooks.values(), *self.block._forward_pre_hooks.values()]
+        foreign = any(not isinstance(getattr(hook, "__self__", None), ArgumentsToBackend) for hook in hooks)
+        return bool(self._forwards) and (foreign or keeps_state(self.block))
 
     def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._forwards.append(InnermostForward(module, run))
@@ -253,19 +257,20 @@ class MergedBlock:
 
     def run_planned(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block, after the plan is made from its input."""
-        self.plan(args, kwargs)
+        args, kwargs = self.plan(args, kwargs)
         return forward(*args, **kwargs)
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan of the group from the arguments of the block, if tokens merge."""
-        if (now := self.group.now) is None:
-            return
-        rope = self.rope.of(args, kwargs)
-        rotation = None if rope is None else self.group.card.rotation(rope)
-        image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
-        if rotation is not None and not self.group.card.rotates_text:
-            rotation = with_text(rotation, image.shape[1] + len(now.text))
-        self.group.plan(image, rotation)
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the plan of the group from the arguments of the block if tokens merge, and return those left to it."""
+        if (now := self.group.now) is not None:
+            rope = self.rope.of(args, kwargs)
+            rotation = None if rope is None else self.group.card.rotation(rope)
+            image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
+            if rotation is not None and not self.group.card.rotates_text:
+                rotation = with_text(rotation, image.shape[1] + len(now.text))
+            self.group.plan(image, rotation)
+        taken = self._arguments.take(self.block, args, kwargs) if self._arguments else None
+        return taken or (args, kwargs)
 
     @torch.compiler.disable
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,7 +281,7 @@ class MergedBlock:
         merging undoes unmerging: with hard weights exactly.
         """
         if self._plans:
-            self.plan(args, kwargs)
+            args, kwargs = self.plan(args, kwargs)
         if not self._whole or (now := self.group.merging) is None:
             return args, kwargs
         if now.whole is None:
