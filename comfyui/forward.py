@@ -283,8 +283,8 @@ def check_preset(preset: Preset, model: Any) -> None:
         ValueError: If not, or if the preset works in diffusers only.
     """
     family = family_of(model)
-    if not all(isinstance(method, HilbertA | ToMA) for method in preset.methods):
-        raise ValueError(f"{preset.title} works in diffusers only: tune with hilberta and toma for ComfyUI")
+    if preset.cache or not all(isinstance(method, HilbertA | ToMA) for method in preset.methods):
+        raise ValueError(f"{preset.title} works in diffusers only: tune hilberta and toma with --no-cache for ComfyUI")
     made, name = preset.models[0], type(model).__name__
     if family is None or not made["class"].startswith(family.diffusers):
         raise ValueError(f"the preset is for {made['class']}, and this is {name}: presets hold for one model")

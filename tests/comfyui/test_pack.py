@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from foveate import LLSA, HilbertA, ToMA
+from foveate import LLSA, HilbertA, StepCache, ToMA
 from foveate.diffusers.preset import Preset
 
 PACK = Path(__file__).parents[2] / "comfyui"
@@ -569,6 +569,7 @@ def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_size
         (preset(name="WanTransformer3DModel"), "is for WanTransformer3DModel, and this is Flux"),
         (preset(layers=19), "is for 19 double_blocks, and this model has 2"),
         (preset(LLSA()), "works in diffusers only"),
+        (replace(preset(), cache=StepCache(threshold=0.2)), "works in diffusers only: tune .* with --no-cache"),
     ):
         with pytest.raises(ValueError, match=why):
             pack.check_preset(other, model)

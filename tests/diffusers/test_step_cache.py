@@ -179,7 +179,7 @@ def test_it_goes_with_the_methods_and_an_error_changes_nothing(pipe):
     assert torch.equal(image(pipe), before)
     run = applied(pipe, ALWAYS)
     model.disable_cache()
-    model.enable_cache(mine := FirstBlockCacheConfig(0.5))  # another cache since apply stays
+    model.enable_cache(mine := FirstBlockCacheConfig(ALWAYS.threshold))  # another cache since apply stays
     run.remove()
     assert model._cache_config is mine
     model.disable_cache()
@@ -215,6 +215,11 @@ def test_it_is_saved_and_loaded(pipe, tmp_path):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=r"threshold|start_percent"):
         StepCache(**options)
+
+
+def test_a_preset_of_nothing_is_refused(pipe):
+    with pytest.raises(ValueError, match="a preset needs a method or a step cache"):
+        preset_of(pipe.transformer, None)
 
 
 def test_a_window_of_steps_needs_a_pipeline():

@@ -74,6 +74,10 @@ class Preset:
     grids: tuple[tuple[tuple[int, ...], ...], ...] = ()
     evidence: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.methods and self.cache is None:
+            raise ValueError("a preset needs a method or a step cache")
+
     @property
     def title(self) -> str:
         """The titles of the methods and of the step cache."""

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""First Block Cache of diffusers, with a state that belongs to the denoising run.
+"""The First Block Cache of diffusers, which here remembers each image separately.
 
-Images that several threads or pipelines generate with one model at a time do not mix, and every image begins anew.
+Several threads or pipelines may generate images with one model at the same time, and every image begins anew.
 """
 
 from collections.abc import Callable
@@ -50,12 +50,13 @@ class InstalledCache:
         if step is None:
             return FBCSharedBlockState()
         state = step.kept.setdefault(self, FBCSharedBlockState())
+        state.should_compute = True  # until the first block decides
         if step.progress < self.cache.start_percent:
             state.head_block_residual = None  # nothing to compare with: the step is computed
         return state
 
     def remove(self) -> None:
         """Take the cache off, unless the model has another one by now."""
-        if self.model._cache_config in (None, self._config):
+        if self.model._cache_config is None or self.model._cache_config is self._config:
             self.model._cache_config = self._config  # not set yet after an error in `enable_cache`
             self.model.disable_cache()
