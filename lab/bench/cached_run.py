@@ -1,5 +1,5 @@
 # pyright: basic, reportOptionalMemberAccess=false
-"""Time of a whole run with a step cache, a method, and both, from the times of computed and of skipped steps.
+"""How long a whole run takes with a step cache, with a method and with both, added up from the times of its steps.
 
 python -m lab.bench.cached_run lab/results --method toma:keep=0.8 --cache-computed 0.45 --computed 0.5
 
@@ -9,10 +9,8 @@ Weights are random, so the cache cannot tell which steps change little: the frac
 
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -21,6 +19,7 @@ from foveate.diffusers.apply import apply
 from foveate.diffusers.preset import Preset, StepCache, describe
 from foveate.methods import read_method
 from foveate.pipelines.request import denoiser
+from foveate.pipelines.steps import counting
 from foveate.utils.device import choose_device, choose_dtype, versions
 from foveate.utils.timing import now
 from lab.quality.common import Commit, save_result
@@ -42,6 +41,8 @@ def main(
     commit: Commit = "",
 ) -> None:
     """Time the steps and write the result."""
+    if min(cache_computed, computed) < start:
+        raise typer.BadParameter(f"all steps before --start {start} are computed: give fractions of {start} or more")
     device = choose_device("auto")
     dtype = choose_dtype("auto", device)
     kind = find_model(model)
@@ -107,10 +108,9 @@ class Timed:
         found: list[tuple[float, float]] = []
         with apply(self.pipe, preset) as run:
             for _ in range(self.rounds + 1):  # the first one compiles kernels
-                scheduler = SimpleNamespace(timesteps=torch.tensor([1.0, 1.0]), step_index=0, begin_index=None)
-                with run.image(SimpleNamespace(scheduler=scheduler)):
+                with counting(run) as begin_step:
                     first = self._step()
-                    scheduler.step_index = 1
+                    begin_step(1)
                     found.append((first, self._step()))
         return found[1:]
 

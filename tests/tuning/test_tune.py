@@ -9,6 +9,7 @@ import pytest
 import tiny_pipelines
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import foveate
 from foveate import Budget, HilbertA, StepCache, ToMA
@@ -383,3 +384,15 @@ def test_the_time_with_a_step_cache_is_that_of_computed_and_skipped_steps():
     alone = next(one for one in front if one.method is None)
     assert alone.time == pytest.approx((1 + 1 + 0.1 + 0.55) / 4)
     assert alone.error == pytest.approx(0.3)
+
+
+def test_a_folder_of_before_step_caches_is_resumed(pipe, tmp_path):
+    preset = foveate.tune(pipe, PROMPTS, Budget(-math.inf), **SETTINGS | {"out": tmp_path})
+    for path in tmp_path.glob("*/*.png"):
+        picture = Image.open(path)
+        told = PngInfo()
+        for name, text in picture.info.items():
+            if name != "computed":
+                told.add_text(name, text)
+        picture.save(path, pnginfo=told)
+    assert foveate.tune(pipe, PROMPTS, Budget(-math.inf), **SETTINGS | {"out": tmp_path}) == preset

@@ -3,17 +3,20 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from foveate.diffusers.apply import Handle
 from foveate.pipelines.lora import MethodLike, throughout, using
 from foveate.pipelines.request import Request, denoiser, draw
 from foveate.utils.timing import now
 
-__all__ = ["Call", "record_step", "recording", "time_steps"]
+__all__ = ["Call", "counting", "record_step", "recording", "time_steps"]
 
 
 class Call(NamedTuple):
@@ -42,6 +45,14 @@ def recording(models: Sequence[nn.Module], on_call: Callable[[nn.Module, Call], 
         for model in models:
             hooks.callback(model.register_forward_pre_hook(record, with_kwargs=True).remove)
         yield
+
+
+@contextmanager
+def counting(run: Handle) -> Generator[Callable[[int], None]]:
+    """Context of one image without a pipeline; yields a function that sets the number of the step."""
+    scheduler = SimpleNamespace(timesteps=torch.ones(1000), step_index=0, begin_index=None)
+    with run.image(SimpleNamespace(scheduler=scheduler)):
+        yield partial(setattr, scheduler, "step_index")
 
 
 def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:

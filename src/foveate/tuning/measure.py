@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -28,7 +27,7 @@ from foveate.methods.base import layer_ranges
 from foveate.pipelines.image_files import write_picture
 from foveate.pipelines.lora import MethodLike, throughout
 from foveate.pipelines.request import Request, draw, fingerprint
-from foveate.pipelines.steps import Call, recording
+from foveate.pipelines.steps import Call, counting, recording
 from foveate.tuning.similarity import psnr
 from foveate.utils.device import dtype_name
 from foveate.utils.files import claim, slug, write_whole
@@ -134,8 +133,9 @@ class Measurements:
         return float(self._told(number, method)["seconds"])
 
     def computed(self, number: int, method: MethodLike | None) -> list[float]:
-        """For each step of an image, the fraction of forward passes that no step cache skipped."""
-        return json.loads(self._told(number, method)["computed"])
+        """For each step of an image, the fraction of its forward passes that were computed, not skipped."""
+        told = self._told(number, method).get("computed")  # folders of foveate before step caches do not say
+        return json.loads(told) if told else [1.0] * self.requests[0].steps
 
     def _told(self, number: int, method: MethodLike | None) -> dict[str, str]:
         """What the file of an image tells about it."""
@@ -344,10 +344,9 @@ class Measurements:
 
     def _two_steps(self, run: Handle, recorded: Recorded) -> list[tuple[float, list[Tensor]]]:
         """Run the calls of a step as the first two steps of an image; returns `_forward` of both."""
-        scheduler = SimpleNamespace(timesteps=torch.tensor([1.0, 1.0]), step_index=0, begin_index=None)
-        with run.image(SimpleNamespace(scheduler=scheduler)):
+        with counting(run) as begin_step:
             first = self._forward(recorded.calls)
-            scheduler.step_index = 1
+            begin_step(1)
             return [first, self._forward(recorded.calls)]
 
     def _forward(self, calls: Sequence[tuple[nn.Module, Call]]) -> tuple[float, list[Tensor]]:

@@ -243,7 +243,7 @@ def _time(computed: Any, skipped: float, active: Any = False, ratio: float = 1.0
     """Time of an image's steps, as a fraction of the dense ones.
 
     Args:
-        computed: Fraction of the forward passes in each step that are computed [steps].
+        computed: For each step, the fraction of its forward passes that are computed, not skipped [steps].
         skipped: Time of a skipped step, as a fraction of a dense one.
         active: Whether the method is active in each step [steps].
         ratio: Time of a step with the method, as a fraction of a dense one.
@@ -403,7 +403,7 @@ class _Search:
         return 1 / _time(self.computed(setting), self.skipped, setting.active(self.steps), ratio)
 
     def computed(self, setting: Setting) -> Any:
-        """Fraction of the forward passes in each step that held-out images compute [steps]."""
+        """For each step, the fraction of its forward passes that held-out images compute [steps]."""
         return np.mean([self.measured.computed(number, self.variant(setting)) for number in self.held_out], 0)
 
     def gains(self, setting: Setting) -> bool:
