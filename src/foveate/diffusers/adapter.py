@@ -199,7 +199,7 @@ class ModelAdapter:
                 if self.sparse and (self.card.rope or self.card.cache):
                     moved = ArgumentsToBackend(block, [*attns.values()], self._rotations)
                     if not makes_plan:
-                        self._hooks.append(block.register_forward_pre_hook(moved.take, with_kwargs=True))
+                        self._hooks.append(block.register_forward_pre_hook(moved, with_kwargs=True))
                 if self.merging:
                     last = not any(merges[i + 1 : i + 2]) or self.merging.per_block
                     merged.install(plans=makes_plan, last=last, arguments=moved if makes_plan else None)

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportOptionalSubscript=false, reportPrivateImportUsage=false, reportReturnType=false
+# pyright: reportOptionalSubscript=false, reportReturnType=false
 """Arguments of a module's forward pass, what runs in place of it, and how two of a block's reach the backend."""
 
 import inspect
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.decorators import skip
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.eval_frame import skip_code
 
 from foveate.diffusers.backend import LayerPlan, plan_of, with_text
 from foveate.diffusers.card import Card
@@ -153,8 +152,13 @@ class ArgumentsToBackend:
         self.attentions, self.rotations = attentions, rotations
         self.rope, self.cache = (Argument(block, name) for name in (rotations.card.rope, rotations.card.cache))
 
-    def take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before the block: the arguments that are left to it, or None if all are."""
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook before the block."""
+        take: Any = self.take if torch.compiler.is_compiling() else torch.compiler.disable(self.take)
+        return take(args, kwargs)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Move the arguments: returns those that are left to the block, or None if all are."""
         plans = [plan_of(attn.processor) for attn in self.attentions]
         if not all(plan and plan.pattern is not None for plan in plans):
             return None
@@ -171,6 +175,5 @@ class ArgumentsToBackend:
         return args, kwargs
 
 
-# compiled blocks call the hook before their graph: left to itself, torch.compile would compile the hook apart from the
-# block, and recorded CUDA graphs would read what it puts into the plans at addresses that move
-set_code_exec_strategy(ArgumentsToBackend.take.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+# before a compiled block the hook runs uncompiled: a CUDA graph of its own would fill the plans with its tensors
+skip_code(ArgumentsToBackend.__call__.__code__)

@@ -247,7 +247,7 @@ class MergedBlock:
     def is_watched(self) -> bool:
         """Whether hooks of others see the tokens that the block is given and returns."""
         hooks = [*self.block._forward_hooks.values(), *self.block._forward_pre_hooks.values()]
-        foreign = any(not isinstance(getattr(hook, "__self__", None), ArgumentsToBackend) for hook in hooks)
+        foreign = any(not isinstance(hook, ArgumentsToBackend) for hook in hooks)
         return bool(self._forwards) and (foreign or keeps_state(self.block))
 
     def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -269,7 +269,7 @@ class MergedBlock:
             if rotation is not None and not self.group.card.rotates_text:
                 rotation = with_text(rotation, image.shape[1] + len(now.text))
             self.group.plan(image, rotation)
-        taken = self._arguments.take(self.block, args, kwargs) if self._arguments else None
+        taken = self._arguments.take(args, kwargs) if self._arguments else None
         return taken or (args, kwargs)
 
     @torch.compiler.disable
