@@ -115,10 +115,10 @@ sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
-joint() { # [9, estimated: a step cache, methods and both at equal error; interrupted, it goes on where it was]
-  timed python3 -m lab.quality.joint --size 512 --batch 8 --search 16 --prompts 64 --pictures out/joint "${commit[@]}"
-  timed python3 -m lab.quality.joint --size 256 --batch 16 --search 32 --prompts 128 --pictures out/joint "${commit[@]}"
-  timed python3 -m lab.bench.cached_run lab/results --method toma:keep=0.9 --cache-computed 0.4 --computed 0.4 "${commit[@]}"
+joint() { # [9: a step cache, methods and both at equal error; interrupted, it goes on where it was]
+  timed python3 -m lab.quality.joint --size 512 --batch 8 --search 8 --prompts 64 --pictures out/joint "${commit[@]}"
+  timed python3 -m lab.quality.joint --size 256 --batch 16 --search 16 --prompts 128 --pictures out/joint "${commit[@]}"
+  timed python3 -m lab.bench.cached_run lab/results --method toma:keep=0.85 --cache-computed 0.4 --computed 0.4 "${commit[@]}"
 }
 
 distilled() { # [7 a variant]

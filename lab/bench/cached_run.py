@@ -4,7 +4,7 @@
 python -m lab.bench.cached_run lab/results --method toma:keep=0.8 --cache-computed 0.45 --computed 0.5
 
 Weights are random, so the cache cannot tell which steps change little: the fractions of computed steps are given, as
-`lab.quality.joint` found them. Steps before `--start` are computed, and dense.
+`lab.quality.joint` found them. The method leaves the steps before `--start` dense.
 """
 
 from pathlib import Path
@@ -33,7 +33,9 @@ def main(
     sides: Annotated[str, typer.Option(help="Sides of the image in tokens.")] = "64,128",
     steps: Annotated[int, typer.Option(help="Denoising steps of a run.")] = 28,
     method: Annotated[str, typer.Option(help="Method, as in `foveate generate`.")] = "toma:keep=0.75",
-    start: Annotated[float, typer.Option(help="Fraction of the run before which steps are dense.")] = 0.2,
+    start: Annotated[
+        float, typer.Option(help="Fraction of the run before which the method leaves steps dense.")
+    ] = 0.0,
     method_alone: Annotated[str, typer.Option(help="Method without a cache, if it is another one.")] = "",
     cache_computed: Annotated[float, typer.Option(help="Fraction of computed steps with the cache alone.")] = 0.5,
     computed: Annotated[float, typer.Option(help="Fraction of computed steps with cache and method.")] = 0.5,

@@ -38,13 +38,17 @@ from lab.quality.common import Batch, Commit, Pictures, Prompts, Size, save_resu
 DECIBELS = 25, 30, 35
 STEPS, MARGIN = 20, 0.5  # dB above what is asked for, in the search
 OTHER_CAPTIONS = 1000  # seed of the captions that the chosen settings are judged by
-MERGING = [ToMA(keep=keep, start_percent=start) for keep, start in product((0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5), (0.0, 0.2))]
+MERGING = [
+    ToMA(keep=keep, start_percent=start) for keep, start in product((0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5), (0.0, 0.2))
+]
 SPARSE = [
     *(HilbertA(tiles=4, slide="diagonal", start_percent=start) for start in (0.4, 0.5, 0.6, 0.8)),
     *(HilbertA(tiles=16, slide="diagonal", start_percent=start) for start in (0.6, 0.8)),
     *(LLSA(top_k=16, start_percent=start) for start in (0.4, 0.6)),
 ]
-CACHES = [StepCache(threshold=threshold, start_percent=0.2) for threshold in (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.6)]
+CACHES = [
+    StepCache(threshold=threshold, start_percent=0.2) for threshold in (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.6)
+]
 BESIDE = [*MERGING[:12], SPARSE[2]]  # methods that are tried together with each step cache
 
 
@@ -81,6 +85,8 @@ def main(
                 "computed": one["computed"],
             }
         )  # fmt: skip
+        if (least, "cache") in chosen:
+            rows[-1]["over_cache"] = by_title[chosen[least, "cache"]["preset"].title].seconds / score.seconds
     searched = [
         {"settings": one["preset"].title, **{name: x for name, x in one.items() if name != "preset"}} for one in tried
     ]
