@@ -230,19 +230,34 @@ def test_a_forward_in_which_every_layer_was_replaced_or_named_counts_as_dense(ca
         assert "0 of 1 forward passes sparse; 1 dense: every layer is named" in said(run)
 
 
-def test_a_backend_chosen_by_the_user_reaches_the_dense_steps_and_stays():
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("backend", ["_native_math", "flex"])  # others need packages or a GPU
+@torch.no_grad()
+def test_a_backend_chosen_by_the_user_serves_the_dense_layers_and_steps_and_stays(backend, before, monkeypatch):
     model, x = tiny.flux(), tiny.inputs()
-    attn, used = model.transformer_blocks[0].attn, []
-    attn.register_forward_pre_hook(lambda attn, args: used.append(attn.processor._attention_backend))
-    with foveate.apply(model, HilbertA(tiles=4)) as run:
-        call(model, x)
-        model.set_attention_backend("_native_math")
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # a choice for one model changes it
+    functions = registry._backends
+    name, calls = attention_dispatch.AttentionBackendName(backend), []
+    own = functions[name]
+    monkeypatch.setitem(functions, name, lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
+    with attention_dispatch.attention_backend(backend):
+        dense = call(model, x)
+    assert len(calls) == 5  # one per layer
+    if before:
+        model.set_attention_backend(backend)
+    with foveate.apply(model, HilbertA(tiles=4, dense_layers="4")) as run:
+        sparse = call(model, x)
+        assert len(calls) == 5 + before
+        model.set_attention_backend(backend)
         with run.paused():
-            call(model, x)
-        call(model, x)
-    assert used == ["foveate", "_native_math", "foveate"]
-    assert attn.processor._attention_backend == "_native_math"
-    assert attn.processor._parallel_config is None
+            assert torch.equal(call(model, x), dense)
+        assert len(calls) == 10 + before
+        torch.testing.assert_close(call(model, x), sparse)
+        assert len(calls) == 11 + before
+    assert {processor._attention_backend for processor in model.attn_processors.values()} == {backend}
+    assert {processor._parallel_config for processor in model.attn_processors.values()} == {None}
 
 
 def test_layers_that_share_a_processor_have_plans_of_their_own():

@@ -1,4 +1,4 @@
-"""Processes under Ulysses context parallelism compute what one computes."""
+"""Processes under Ulysses context parallelism, and under tensor parallelism, compute what one computes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,9 +8,11 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from diffusers import ContextParallelConfig, FluxTransformer2DModel, TensorParallelConfig
+from diffusers.hooks import tensor_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import foveate
@@ -83,6 +85,28 @@ def check_no_gradients(ranks):
         tiny.call(model, x)
 
 
+@torch.no_grad()
+def check_tensor_parallel(ranks, name, method, *, before=False):
+    """Check that processes which hold a part of the heads each compute what one computes."""
+    torch.manual_seed(0)
+    model, x = tiny.built(name, **tiny.SPARSE[name].wide | {"num_attention_heads": 4})
+    dense = tiny.call(model, x)
+    with foveate.apply(model, method):
+        alone = tiny.call(model, x)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    config = TensorParallelConfig(mesh=mesh)
+    config.setup(dist.get_rank(), ranks, torch.device("cpu"), mesh=mesh)
+    tensor_parallel._SUPPORTED_TP_DEVICES = ("cpu",)  # diffusers allows GPUs only
+    if before:
+        tensor_parallel.apply_tensor_parallel(model, config, model._tp_plan)
+    with foveate.apply(model, method):
+        if not before:
+            tensor_parallel.apply_tensor_parallel(model, config, model._tp_plan)
+        assert error(tiny.call(model, x), alone) < 1e-12, name
+    assert error(tiny.call(model, x), dense) < 1e-12, name
+    assert error(alone, dense) > 1e-3
+
+
 def work(ranks, cases):
     for name, method, options in cases:
         check(ranks, name, method, **options)
@@ -90,6 +114,10 @@ def work(ranks, cases):
         check_gradients(ranks, "flux", HilbertA(tiles=4, align=1))
         check_gradients(ranks, "wan", LLSA(top_k=1, min_tokens=0))
         check_no_gradients(ranks)
+        for name in ("flux", "flux2", "qwen"):  # diffusers has plans for these
+            check_tensor_parallel(ranks, name, HilbertA(tiles=4, align=1))
+            check_tensor_parallel(ranks, name, TOMA)
+            check_tensor_parallel(ranks, name, LLSA(top_k=1, min_tokens=0), before=True)
 
 
 ANY = {"ulysses_degree": 2, "ulysses_anything": True}  # uneven parts
