@@ -1,13 +1,18 @@
-"""Quantised and cast weights beside the methods: only linear layers change, which no method touches."""
+"""Quantised and cast weights beside the methods, which touch no linear layer, and under a LoRA."""
 
 from contextlib import nullcontext
 
 import pytest
+import tiny
 import torch
 from tiny import built, call
+from training_runs import losses
 
 import foveate
 from foveate import HilbertA, ToMA
+from foveate.training.distill import distill
+from foveate.training.run import RunOptions
+from foveate.training.student import Recipe
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.slow]
 
@@ -92,3 +97,15 @@ def test_methods_run_on_changed_weights(name, change, when):
     torch.testing.assert_close(output(ToMA(keep=0.999, weights="hard", **MERGING)), dense, **near)
     for method in (HilbertA(tiles=2), ToMA(keep=0.5, **MERGING)):
         assert (output(method) - dense).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+@torch.enable_grad()
+@pytest.mark.parametrize("change", ["int8", "float8", "layerwise casting"])
+def test_a_lora_is_distilled_on_changed_weights(change, tmp_path):
+    pipe = tiny.pipeline()
+    WEIGHTS[change](pipe.transformer)
+    recipe = Recipe(method=HilbertA(tiles=4), optimizer="adamw", rate=1e-2, batch=2)
+    assert distill(tmp_path, pipe, recipe, tiny.REQUEST, tiny.PROMPTS, steps=5, options=RunOptions(at_once=2))
+    (_, first), *_, (_, last) = losses(tmp_path)
+    assert last < first / 2
