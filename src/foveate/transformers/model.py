@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loading, checks that cached chunks are supported, and generation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from foveate.transformers.attention import row_model
+from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.row_cache import SPARE_ROWS, RowCache
 from foveate.utils.device import choose_device, choose_dtype
@@ -194,7 +195,7 @@ class LanguageModel:
     Attributes:
         model: Causal language model of `transformers`. It is never changed.
         row_model: Copy of the model that shares its weights and attends by rows.
-        tokenizer: Tokenizer of the model.
+        tokenizer: Copy of the model's tokenizer that reads the names of control tokens as text.
         prefix: Token ids before every context.
         fingerprint: Hashes of everything besides their text that cached chunks depend on, by name.
     """
@@ -204,10 +205,11 @@ class LanguageModel:
         self.model: Any = model
         self.row_model = row_model(model)
         self._spare: list[RowCache] = []
-        self.tokenizer = tokenizer
+        self._safe = SafeTokenizer(tokenizer)
+        self.tokenizer = self._safe.for_texts
         if prefix is None:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.prefix = self.tokens(prefix)
+        self.prefix = self.tokens(self.fill(prefix) if isinstance(prefix, str) else prefix)
         self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
 
     @property
@@ -232,17 +234,31 @@ class LanguageModel:
 
     def count(self, text: str) -> int:
         """Number of tokens in a text."""
-        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return len(self._safe.text(text))
+
+    def fill(self, template: str, texts: Mapping[str, str] | None = None) -> list[int]:
+        """Token ids of a template with texts in its places. Control tokens come from the template, never from a text.
+
+        Examples:
+            >>> before, after = chat_frame(tokenizer)
+            >>> prompt = encoder.fill("Question: {question}" + after, {"{question}": "Who was it?"})
+            >>> context.patch(foveate.InfoFlowKV(), prompt)
+
+        Args:
+            template: Text whose control tokens act, such as that of a chat template.
+            texts: Text of each place, by what marks the place in the template.
+        """
+        return self._safe.fill(template, texts or {})
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
-        """Token ids of a text, without special tokens. Token ids are returned unchanged.
+        """Token ids of a text, without control tokens: their names stay text. Token ids are returned unchanged.
 
         Raises:
             ValueError: If `text` is neither a text nor ids from the model's vocabulary.
         """
         if isinstance(text, int):
             raise ValueError(f"pass a text or a list of token ids, not the number {text}: [{text}]")
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else list(text)
+        ids = self._safe.text(text) if isinstance(text, str) else list(text)
         tokens, size = torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size
         if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
             raise ValueError(
