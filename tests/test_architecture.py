@@ -113,6 +113,13 @@ def test_the_lab_does_not_import_the_command_line():
         assert not any(module.startswith("foveate.apps.cli") for module in imports(path)), path
 
 
+def test_names_are_never_printed_as_markup():
+    """Only apps/console.py makes consoles, which print names and texts as they are."""
+    for path in (SOURCE / "apps").rglob("*.py"):
+        if path.name != "console.py":
+            assert not {"rich", "rich.console", "rich.markup"} & set(imports(path)), path
+
+
 def test_no_imports_run_in_circles():
     done = set()
 

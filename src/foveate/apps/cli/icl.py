@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from foveate.apps.cli.common import Embed, LanguageModel, check_file, open_reader, warn_unknown_words
-from foveate.apps.console import Device, Dtype, clear_errors, console, progress
+from foveate.apps.console import Device, Dtype, clear_errors, console, progress, terminal
 from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 
 __all__ = ["icl"]
@@ -171,7 +170,7 @@ def icl(
             weights = list(ours.weights(embedded(ask)).T)
     write_blocks(out, ours, pool, sub, labels=labels, examples=rows)
     write_whole(out.with_suffix(".png"), figure_png(draw_coverage(reports)))
-    Console().print(_table(reports))
+    terminal().print(_table(reports))
     if repeated := reports[f"Sub-CP {strategy}"][0].duplicates:
         console.print(f"{repeated} chosen examples are copies of another one, which adds nothing to the blocks")
     print(out)
@@ -239,7 +238,7 @@ def _print_answers(
         table = Table("answer", "probability")
         for probability, answer in sorted(zip(probabilities, answers, strict=True), reverse=True):
             table.add_row(answer, f"{probability:.3f}")
-        Console().print(table)
+        terminal().print(table)
 
 
 def _table(reports: dict[str, list[Any]]) -> Table:
