@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from foveate.apps.cli.common import LanguageModel, open_reader, print_table
 from foveate.apps.console import Device, Dtype, clear_errors, console, join_processes, progress
@@ -130,7 +129,7 @@ def remove(
     from foveate.transformers.index import remove_documents
 
     remove_documents(place, documents)
-    console.print(f"removed {len(documents)} documents from {escape(place)}")
+    console.print(f"removed {len(documents)} documents from {place}")
 
 
 @clear_errors
@@ -224,21 +223,21 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
         f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
-        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
-        markup=False,
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}"
     )
 
 
 def _print_skipped(reasons: Sequence[str]) -> None:
     if reasons:
-        console.print("\n".join([f"skipped {len(reasons)} documents:", *(f"  {reason}" for reason in reasons)]),
-                      markup=False, soft_wrap=True)  # fmt: skip
+        console.print(
+            "\n".join([f"skipped {len(reasons)} documents:", *(f"  {reason}" for reason in reasons)]), soft_wrap=True
+        )
 
 
 def print_refused(chunks: Any) -> None:
     """Print the reasons for unusable chunks of the index, once."""
     for reason in chunks.refused:
-        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
+        console.print(f"encoded again: {reason}", soft_wrap=True)
     chunks.refused.clear()
 
 
