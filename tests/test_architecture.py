@@ -48,6 +48,7 @@ LIBRARIES = {
     "skimage": {"plots", "tuning", "apps"},
     "PIL": {"pipelines", "plots", "training", "tuning", "apps"},
     "fsspec": {"transformers"},
+    **{reader: {"transformers"} for reader in ("bs4", "markdownify", "pypdf", "docx")},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {

@@ -83,6 +83,16 @@ def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
     assert not (tmp_path / "none.html").exists()
 
 
+def test_ignored_files_are_counted_by_type(model, tmp_path):
+    for name in ("a.png", "b.png", "c.zip"):
+        (tmp_path / "notes" / name).write_text("x")
+    counts = "ignored 3 files: 2 .png, 1 .zip"
+    assert counts in said(run(model, "w3"))
+    added = CliRunner().invoke(app, ["rag", "add", "index", "notes", "--model", str(model), "--device", "cpu"])
+    assert counts in said(added)
+    assert "4 passages" in said(added)
+
+
 def test_what_was_answered_before_ctrl_c_is_kept(model, tmp_path, monkeypatch):
     ask = rag.ask
 
@@ -235,7 +245,7 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
     assert "notes is no index: the index of a folder is in notes/.foveate/" in fails("info", "notes")
     assert "notes holds documents: put the files there" in fails("add", "notes", "notes/0.txt", "--model", model)
     (tmp_path / "empty").mkdir()
-    assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
+    assert "empty has no .txt, .md, .html, .pdf or other text files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
     monkeypatch.setitem(sys.modules, "foveate_models", None)
     assert "not installed: pip install 'foveate[models]' (in a clone: pip install -e models)" in fails("notes", "w3")
