@@ -3,14 +3,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -45,6 +48,11 @@ FAMILIES = (
 )  # fmt: skip
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
+DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UNMEASURED = (
+    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16 or float32, "
+    "or with dequantize=True in its quantization config"
+)
 USER_TEXT = "<<what the user says>>"
 CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
@@ -62,27 +70,39 @@ def load_model(
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
-        model: Folder or hub id.
+        model: Folder or hub id, or a .gguf file in one, whose weights are dequantised.
         device: Device name, see `foveate.utils.device.choose_device`.
         dtype: Dtype name, or "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
         check: Called with the model's config before weights are loaded, such as `check_config`.
 
     Raises:
         ValueError: If the model cannot be loaded or fails the check, or device or dtype are unknown.
+        ImportError: If the model is a .gguf file, and the package gguf is not installed.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
+    source, options = _source(model)
+    if options:
+        import_module("gguf")  # transformers needs it, and names no way to install it
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         raise _unloadable(model, error) from error
     check(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=precision, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _unloadable(model, error) from error
     return loaded.to(where).eval(), tokenizer
+
+
+def _source(model: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """Folder or hub id of a model, and the options of `from_pretrained` that name its .gguf file."""
+    folder, _, file = Path(model).as_posix().rpartition("/")
+    return (folder or ".", {"gguf_file": file}) if file.lower().endswith(".gguf") else (model, {})
 
 
 def _unloadable(model: str | Path, error: Exception) -> ValueError:
@@ -140,6 +160,16 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: If not, with the reason and, if known, the remedy.
     """
+    _check_family(config)
+    if (quantised := getattr(config, "quantization_config", None)) and not _get(quantised, "dequantize"):
+        raise ValueError(f"the weights are quantised: {UNMEASURED}")
+
+
+def _get(options: Any, name: str) -> Any:
+    return options.get(name) if isinstance(options, dict) else getattr(options, name, None)
+
+
+def _check_family(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if type(config) not in FAMILIES:
         reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
@@ -157,11 +187,6 @@ def check_config(config: Any) -> None:
             raise ValueError(f"partial_rotary_factor={one['partial_rotary_factor']} is not tested: it must be 1")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention lets tokens see later ones: cached chunks need causal attention")
-    if getattr(config, "quantization_config", None):
-        raise ValueError(
-            "the weights are quantised, for which the accuracy of recomputed rows has not been measured: load the "
-            "model in bfloat16, float16 or float32"
-        )
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -171,13 +196,18 @@ def check_model(model: PreTrainedModel) -> None:
         ValueError: If not, with the reason and, if known, the remedy.
     """
     config: Any = model.config
-    check_config(config)
+    _check_family(config)
     expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled, and its layers cannot attend by rows: pass it without torch.compile")
     if not isinstance(model, expected):
         raise ValueError(
             f"pass the {expected.__name__} itself, not {type(model).__name__}; for a PeftModel that is "
             "get_base_model(), which includes the adapters"
         )
+    for name, weight in model.state_dict().items():
+        if type(weight) not in (Tensor, Parameter) or weight.dtype not in DTYPES:
+            raise ValueError(f"the weights are quantised, such as {name}: {UNMEASURED}")
     if config._attn_implementation not in ATTENTION:
         raise ValueError(
             f"{config._attn_implementation!r} attention cannot attend by rows: load the model with "

@@ -15,8 +15,8 @@ from foveate.apps.demo import find
 LanguageModel = Annotated[
     str,
     typer.Option(
-        help="Hub id or folder of a causal language model. [dim]default: the built-in reader, which knows a few "
-        "hundred words[/]"
+        help="Hub id or folder of a causal language model, or a .gguf file. [dim]default: the built-in reader, which "
+        "knows a few hundred words[/]"
     ),
 ]
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
