@@ -15,6 +15,7 @@ from foveate.apps.cli import app
 from foveate.apps.cli import rag as rag_command
 from foveate.apps.cli.rag_index import bytes_of
 from foveate.transformers import ChunkEncoder, rag
+from foveate.transformers.model import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,12 @@ def test_what_was_answered_before_ctrl_c_is_kept(model, tmp_path, monkeypatch):
     page = (tmp_path / "rag.html").read_text()
     assert "<h1>w3</h1>" in page
     assert "question 1 of 1" in page
+
+
+def test_the_help_names_every_family_of_models():
+    text = CliRunner().invoke(app, ["rag", "ask", "--help"]).output.casefold()
+    for family in FAMILIES:
+        assert re.match("[A-Z][a-z]+", family.__name__)[0].casefold() in text
 
 
 def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):

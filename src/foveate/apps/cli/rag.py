@@ -115,7 +115,7 @@ def rag(
 
     Each passage runs through the model separately, and its keys and values are kept on disk. A question loads them and
     recomputes only the tokens that it attends to most. The page shows which. The model may be a Llama, Qwen, Mistral,
-    Mixtral or Phi-3.
+    Mixtral, Phi-3, Gemma 3 or GPT-OSS.
 
     foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 
