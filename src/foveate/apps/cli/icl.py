@@ -141,7 +141,11 @@ def icl(
     needed = r"\S" if embed or embeddings else r"\w"  # without a model, words are compared
     if wordless := [question for question in ask or () if not re.search(needed, question)]:
         raise ValueError(f"--ask {wordless[0]!r} has no words: give the text whose label you want to know")
-    reader = open_reader(model, device, dtype) if ask else None
+    reader = None
+    if ask:
+        from foveate.transformers.in_context import check_reads_blocks
+
+        reader = open_reader(model, device, dtype, check_reads_blocks)
     sub = SubCP(
         blocks=blocks,
         block_size=size or None,
