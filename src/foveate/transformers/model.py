@@ -22,8 +22,11 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
     MistralConfig,
     MixtralConfig,
+    NoRepeatNGramLogitsProcessor,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -387,6 +390,7 @@ class LanguageModel:
         # padded by a token of the text, so that repetition penalties count no other token
         padded = torch.stack([torch.cat([ids[:1].expand(longest - len(ids)), ids]) for ids in texts])
         mask = torch.stack([torch.arange(-longest, 0, device=ids.device) >= -len(ids) for ids in texts])
+        options = self._without_padding(options, [longest - len(ids) for ids in texts])
         model, beams = self.model, max(self._option(options, "num_beams") or 1, num_return_sequences)
         if cache is not None:
             cache.rewind()
@@ -407,6 +411,20 @@ class LanguageModel:
         if cache is not None and beams > 1:
             self.give_back(cache)
         return [self._text(ids, options) for ids in output[:, longest:].tolist()]
+
+    def _without_padding(self, options: dict[str, Any], padding: Sequence[int]) -> dict[str, Any]:
+        """Options whose `min_length` and `no_repeat_ngram_size` see texts without this many tokens of padding each."""
+        if not any(padding):
+            return options
+        found: list[LogitsProcessor] = []
+        ends = self._option(options, "eos_token_id")
+        if (least := self._option(options, "min_length")) and ends is not None:
+            found.append(MinLengthLogitsProcessor(least, ends, str(self.device)))
+        if size := self._option(options, "no_repeat_ngram_size"):
+            found.append(NoRepeatNGramLogitsProcessor(size))
+        found = [_WithoutPadding(processor, padding) for processor in found]
+        found += options.get("logits_processor") or []
+        return options | {"min_length": 0, "no_repeat_ngram_size": 0, "logits_processor": found}
 
     def _text(self, ids: list[int], options: dict[str, Any]) -> str:
         """Text of generated tokens, without the padding of a text that ends before others."""
@@ -438,3 +456,20 @@ class LanguageModel:
                 "several texts that end at stop_strings or stopping_criteria need eos_token_id, which pads the texts "
                 "that end first: pass it, or ask one question at a time"
             )
+
+
+class _WithoutPadding(LogitsProcessor):
+    """A processor of logits that sees each text without its padding.
+
+    Args:
+        processor: Processor of the logits after texts.
+        padding: Number of tokens before each text; adjacent rows may continue one text.
+    """
+
+    def __init__(self, processor: Any, padding: Sequence[int]) -> None:
+        self._processor, self._padding = processor, padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        each = len(input_ids) // len(self._padding)
+        texts = [ids[None, self._padding[row // each] :] for row, ids in enumerate(input_ids)]
+        return torch.cat([self._processor(text, row) for text, row in zip(texts, scores[:, None], strict=True)])
