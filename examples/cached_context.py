@@ -18,7 +18,7 @@ from foveate.transformers.documents import SEPARATOR, read_documents
 from foveate_models import find
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("folder", type=Path, help="folder of .txt, .md and .rst files")
+parser.add_argument("folder", type=Path, help="folder of documents")
 parser.add_argument("question")
 parser.add_argument("--model", default=find("reader"), help="hub id or folder; without it the built-in reader")
 parser.add_argument("--documents", type=int, help="read only the first of them")

@@ -5,6 +5,8 @@ import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow down a busy machine
+
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"

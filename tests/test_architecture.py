@@ -48,6 +48,7 @@ LIBRARIES = {
     "skimage": {"plots", "tuning", "apps"},
     "PIL": {"pipelines", "plots", "training", "tuning", "apps"},
     "fsspec": {"transformers"},
+    **{reader: {"transformers"} for reader in ("bs4", "markdownify", "pypdf", "docx")},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {
@@ -111,6 +112,13 @@ def test_no_message_of_the_library_speaks_of_command_line_flags(path):
 def test_the_lab_does_not_import_the_command_line():
     for path in (SOURCE.parent.parent / "lab").rglob("*.py"):
         assert not any(module.startswith("foveate.apps.cli") for module in imports(path)), path
+
+
+def test_names_are_never_printed_as_markup():
+    """Only apps/console.py makes consoles, which print names and texts as they are."""
+    for path in (SOURCE / "apps").rglob("*.py"):
+        if path.name != "console.py":
+            assert not {"rich", "rich.console", "rich.markup"} & set(imports(path)), path
 
 
 def test_no_imports_run_in_circles():

@@ -1,5 +1,6 @@
 """`python -m foveate` is the `foveate` command."""
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -7,6 +8,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the `foveate` command, or say what to install for it."""
+    if "serve" in sys.argv[1:3] and "OMP_WAIT_POLICY" not in os.environ:
+        # idle threads that spin slow down a busy machine; they read their policy once, when torch is loaded
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
     try:
         from foveate.apps import cli
     except ImportError as error:

@@ -43,6 +43,26 @@ def test_a_padded_batch_is_patched_as_each_context_alone(method):
             near(together.logits(last=1)[i], patched.logits(last=1))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_length": 27, "eos_token_id": [*range(3, 60)], "pad_token_id": 1},
+        {"no_repeat_ngram_size": 2, "min_length": 26, "num_beams": 3, "num_return_sequences": 2, "eos_token_id": 9},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_options_that_count_tokens_or_compare_them_ignore_padding(options):
+    ours = encoder("qwen3", "yarn")
+    contexts, method = contexts_of(ours), InfoFlowKV(recompute=0.4)
+    together = answers(contexts, method, PROMPTS, max_new_tokens=12, **options)
+    alone = [
+        context.answers(method, [prompt], max_new_tokens=12, **options)
+        for context, prompt in zip(contexts, PROMPTS, strict=True)
+    ]
+    assert together == [text for texts in alone for text in texts]
+    assert len(set(together)) > 1
+
+
 @pytest.mark.parametrize("pass_rows", [pytest.param(8192, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(("family", "rope"), PAIRS)
 def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(family, rope, pass_rows, monkeypatch):

@@ -274,6 +274,23 @@ def test_the_built_in_reader_gives_the_same_answers_from_eight_bit_chunks():
 # --- damage, processes, file systems ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_files_that_have_lost_their_end_are_not_found_but_encoded_again(tmp_path, eight_bit):
+    index = ChunkIndex(tmp_path, encoder()).add(TEXTS, eight_bit=eight_bit)
+    index.build()
+    files = chunks_of(tmp_path)
+    header = max(int.from_bytes(content[:8], "little") + 8 for content in files.values())
+    for name, kept in zip(files, (0, 100, len(files[min(files)]) // 2), strict=False):
+        (tmp_path / name).write_bytes(files[name][: min(kept, len(files[name]) - header - 1)])
+    assert index.build() == BuildReport(3, 1, 0, 0)
+    assert {name: len(content) for name, content in chunks_of(tmp_path).items()} == {
+        n: len(c) for n, c in files.items()
+    }
+    assert index.build() == BuildReport(0, 4, 0, 0)
+    index.load(range(4))
+    assert not index.refused
+
+
 def test_a_flipped_byte_in_any_file_is_noticed_or_changes_nothing(tmp_path):
     ours, draw = encoder(), random.Random(0)
 

@@ -5,7 +5,8 @@ import torch
 from tiny_lm import language_model, tokenizer
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from foveate.transformers.model import chat_frame, check_config, load_model
+from foveate.transformers import ChunkEncoder
+from foveate.transformers.model import chat_frame, check_config, check_model, load_model
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}[end]{% endfor %}"
@@ -29,6 +30,65 @@ def test_models_load_in_float32_on_a_cpu_or_in_the_given_dtype(folder):
         assert words("w1 w2").input_ids == tokenizer()("w1 w2").input_ids
     expected = language_model("mistral", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def write_gguf(lm, path):
+    gguf = pytest.importorskip("gguf")
+    config, writer = lm.config, gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    words = ["<s>", "</s>", "<unk>", "ab", "a", "b"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words + [f"x{i}" for i in range(config.vocab_size - len(words))])
+    writer.add_token_types([3, 3, 3] + [1] * (config.vocab_size - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in lm.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the package gguf
+def test_a_gguf_file_is_dequantised_and_read_like_its_model(tmp_path):
+    lm = language_model("qwen2", dtype=torch.float32)
+    write_gguf(lm, tmp_path / "tiny.GGUF")
+    model, words = load_model(tmp_path / "tiny.GGUF", "cpu", check=check_config)
+    for name, weight in lm.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight)
+    assert words("aba", add_special_tokens=False).input_ids == [3, 4]
+    ids = [3, 4, 5]
+    ours, theirs = (ChunkEncoder(each, tokenizer()).encode([ids])[0] for each in (model, lm))
+    assert torch.equal(ours.keys, theirs.keys)
+    with pytest.raises(ValueError, match=r"cannot load .*none.gguf: "):
+        load_model(tmp_path / "none.gguf", "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:torch")  # quantisation is deprecated
+def test_quantised_and_compiled_models_are_refused_with_their_remedy(as_a_user):
+    lm = language_model(dtype=torch.float32)
+    lm.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # of earlier weights
+    check_model(lm)
+    with pytest.raises(ValueError, match=r"the model is compiled, .*: pass it without torch.compile"):
+        check_model(torch.compile(lm))
+    with pytest.raises(ValueError, match=r"weights are quantised, such as .*q_proj.*; load the model in bfloat16"):
+        check_model(torch.ao.quantization.quantize_dynamic(lm, {torch.nn.Linear}))
+    lm.model.layers[0].mlp.up_proj.weight.data = lm.model.layers[0].mlp.up_proj.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"weights are quantised, such as model.layers.0.mlp.up_proj.weight"):
+        check_model(lm)
+    lm.config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}
+    check_config(lm.config)
 
 
 def test_loading_errors_are_one_line(folder, tmp_path):

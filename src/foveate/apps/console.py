@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from foveate.apps.errors import remedy
 from foveate.utils.files import write_whole
@@ -47,10 +48,20 @@ __all__ = [
     "print_outcome",
     "progress",
     "run_and_save",
+    "terminal",
     "training_device",
 ]
 
-console = Console(stderr=True, highlight=False)
+
+def terminal(stderr: bool = False, width: int | None = None) -> Console:
+    """A console that prints names and texts as they are: a `[slug].md` is no markup, and a `:x:` no emoji.
+
+    Styled text is a `rich.text.Text`.
+    """
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+console = terminal(stderr=True)
 
 
 def _check_seed(seed: int) -> int:
@@ -133,7 +144,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             where = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()))
             shown = (message + where).encode("utf-8", "replace").decode()  # a path may have bytes that are not UTF-8
-            console.print(f"[bold red]error:[/] {escape(shown)}", soft_wrap=True)
+            console.print(Text.assemble(("error:", "bold red"), f" {shown}"), soft_wrap=True)
             raise typer.Exit(2) from None
 
     # paragraphs fill any terminal, and foveate[ui] is no style of rich
@@ -187,14 +198,14 @@ def _log_progress(name: str, length: int) -> Callable[[], None]:
     """A `Track` that prints a line at the start, every 10 seconds, and at the end."""
     done, start = 0, time.monotonic()
     shown = start
-    console.print(f"{name}: 0 of {length}", markup=False)
+    console.print(f"{name}: 0 of {length}")
 
     def advance() -> None:
         nonlocal done, shown
         done += 1
         if done == length or time.monotonic() - shown > 10:
             shown = time.monotonic()
-            console.print(f"{name}: {done} of {length}, {shown - start:.0f} s", markup=False)
+            console.print(f"{name}: {done} of {length}, {shown - start:.0f} s")
 
     return advance
 
@@ -202,7 +213,7 @@ def _log_progress(name: str, length: int) -> Callable[[], None]:
 @contextmanager
 def progress() -> Generator[Track]:
     """Context that yields a function for progress bars: (name, length) starts one and returns its advance function."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if not console.is_terminal:  # a log: a line now and then
         yield _log_progress
         return
@@ -245,6 +256,6 @@ def run_and_save(
                 result["versions"]["commit"] = commit
             write_whole(path, json.dumps(result, indent=2).encode() + b"\n")
     for one in result.get("skipped", []):
-        console.print(f"skipped: {one['why']}", markup=False)
-    Console().print(table(result))
+        console.print(f"skipped: {one['why']}")
+    terminal().print(table(result))
     print(path)

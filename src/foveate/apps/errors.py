@@ -19,6 +19,8 @@ EXTRAS = {
     "ray": "diffusers,serve",
     **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client"), "transformers,serve"),
     "s3fs": "s3",
+    **dict.fromkeys(("bs4", "markdownify", "pypdf", "docx"), "documents"),
+    "gguf": "gguf",
     "sentence_transformers": "sentence-transformers",
 }
 """Extras of foveate that install optional packages, by package."""

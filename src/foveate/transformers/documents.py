@@ -1,13 +1,13 @@
-"""Text files of a folder, split into passages."""
+"""Documents, split into passages."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SEPARATOR", "SUFFIXES", "Passage", "read_documents", "split_documents", "split_text"]
+from foveate.transformers.readers import read_documents
 
-SUFFIXES = ".txt", ".md", ".rst"
+__all__ = ["SEPARATOR", "Passage", "read_documents", "split_documents", "split_text"]
+
 SEPARATOR = "\n\n"
 BOUNDARIES = (r"(?<=\n\n)(?!\n)", r"(?<=[.!?]\s)(?!\s)|(?<=[。\uff01\uff1f\n])", r"(?<=\s)(?!\s)", r"")
 """Patterns of the places to split at, best first: after a paragraph; a sentence or line; a word; anywhere."""
@@ -23,48 +23,6 @@ class Passage(NamedTuple):
 
     name: str
     text: str
-
-
-def read_documents(folder: Path, skipped: list[str] | None = None) -> dict[str, str]:
-    """Texts of all .txt, .md and .rst files in a folder and its subfolders, by path, without hidden files.
-
-    Args:
-        folder: Folder to read, or a single file.
-        skipped: List that receives the reasons for skipped files: they are empty, not UTF-8, or unreadable. None
-            raises an error that names all of them.
-
-    Raises:
-        ValueError: If the folder does not exist or has no such file, or none of them can be read.
-    """
-    if folder.is_file():
-        found = {folder.as_posix(): folder}
-    elif folder.is_dir():
-        inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        visible = (path for path in inside if not any(part.startswith(".") for part in path.parts))
-        found = {path.as_posix(): folder / path for path in visible if (folder / path).is_file()}
-    else:
-        raise ValueError(f"{folder} is not a folder: name one with {', '.join(SUFFIXES)} files")
-    documents: dict[str, str] = {}
-    bad: list[str] = []
-    for name, path in found.items():
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            bad.append(f"{path} is not UTF-8 text: save it as UTF-8, or move it away")
-        except OSError as error:
-            bad.append(f"{path} cannot be read ({error.strerror}): make it readable, or move it away")
-        else:
-            if text.strip():
-                documents[name] = text
-            else:
-                bad.append(f"{path} is empty: write something into it, or move it away")
-    if bad and (skipped is None or not documents):
-        raise ValueError("; ".join(bad))
-    if not documents:
-        raise ValueError(f"{folder} has no {', '.join(SUFFIXES)} files: name a folder that has some")
-    if skipped is not None:
-        skipped += bad
-    return documents
 
 
 def split_documents(documents: Mapping[str, str], max_tokens: int, count: Callable[[str], int]) -> list[Passage]:

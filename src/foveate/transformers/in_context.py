@@ -19,11 +19,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 
 from foveate.utils.choices import check_choice
 
-__all__ = ["Host", "PrefilledContext", "PromptedModel", "concatenate", "ensemble", "parallel_windows", "prompt_with"]
+__all__ = [
+    "Host",
+    "PrefilledContext",
+    "PromptedModel",
+    "check_reads_blocks",
+    "concatenate",
+    "ensemble",
+    "parallel_windows",
+    "prompt_with",
+]
 
 Block = Sequence[Sequence[int]]
 Mix = Literal["moe", "poe", "max"]
@@ -229,20 +238,34 @@ def _tokens(block: Block, index: int) -> list[int]:
     return list(chain.from_iterable(block))
 
 
-@torch.no_grad()
-def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
-    config = model.config.get_text_config()
+def check_reads_blocks(config: Any, kind: Any = None) -> None:
+    """Check that models with this config can read blocks.
+
+    Args:
+        config: Config of the model.
+        kind: Class of the model. None is the usual one for the config.
+
+    Raises:
+        ValueError: If they cannot, with the reason.
+    """
+    kind = kind or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    config = config.get_text_config()
     named = "layer_types", "attention_layers"  # the second is for GPT-Neo
     kinds = {kind for name in named for kind in getattr(config, name, None) or ()} - {"full_attention", "global"}
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         kinds.add("longrope")  # its angles depend on the total length
     if getattr(config, "alibi", False):
         kinds.add("alibi")  # it ignores position_ids
-    if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(model.forward).parameters:
+    if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(kind.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} does not take blocks: use a model whose layers all attend to all previous tokens "
+            f"{kind.__name__} does not take blocks: use a model whose layers all attend to all previous tokens "
             f"and that takes position_ids{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
         )
+
+
+@torch.no_grad()
+def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
+    check_reads_blocks(model.config, type(model))
     if model.training:
         raise ValueError("the model is in training mode, where dropout changes its answers: call model.eval()")
     if not tokens:

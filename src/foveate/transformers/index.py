@@ -42,7 +42,8 @@ class BuildReport(NamedTuple):
 
     Attributes:
         encoded: Number of chunks encoded by this process.
-        found: Number of chunks that existed already or were encoded by another process.
+        found: Number of chunks that existed already or were encoded by another process. Files that have lost their end
+            are encoded again; other damage is found when a chunk is loaded.
         removed: Number of removed files, whose passages no longer exist.
         left: Number of chunks that did not fit into `max_disk`. Each is encoded when it is loaded.
     """
@@ -239,6 +240,7 @@ class ChunkIndex:
         unused = [file for file in files if CHUNK.fullmatch(file) and file not in used]
         young = time() - ABANDONED
         halves = [file for file in files if INCOMPLETE.fullmatch(file) and self._folder.used(file) < young]
+        halves += [file for file, passage in numbers.items() if files.get(file, inf) < self._least_bytes(passage)]
         for file in unused + halves:
             self._folder.remove(file)
         self._make_room(0)
@@ -256,6 +258,13 @@ class ChunkIndex:
             advance()
         self._make_room(0)  # several processes may have used the same room
         return BuildReport(encoded, len(numbers) - encoded - left, len(unused), left)
+
+    def _least_bytes(self, passage: int) -> int:
+        """Size of the tensors of a passage's chunk: a smaller file has lost its end."""
+        tokens, eight_bit = len(self.ids[passage]), self._files[passage].endswith(EIGHT_BIT)
+        layers, _, groups, rows, dim = self.encoder.cache_shape(1, len(self.encoder.prefix) + tokens)
+        row = 2 * layers * groups * dim
+        return 8 * tokens + row * (rows + 4 if eight_bit else rows * self.encoder.dtype.itemsize)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
         """Load the chunks of passages. Missing or damaged chunks are encoded again."""

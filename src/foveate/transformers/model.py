@@ -1,16 +1,19 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loading, checks that cached chunks are supported, and generation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -19,8 +22,11 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
     MistralConfig,
     MixtralConfig,
+    NoRepeatNGramLogitsProcessor,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -29,6 +35,7 @@ from transformers import (
 )
 
 from foveate.transformers.attention import row_model
+from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.row_cache import SPARE_ROWS, RowCache
 from foveate.utils.device import choose_device, choose_dtype
@@ -44,6 +51,11 @@ FAMILIES = (
 )  # fmt: skip
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
 ATTENTION = "sdpa", "eager"
+DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UNMEASURED = (
+    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16 or float32, "
+    "or with dequantize=True in its quantization config"
+)
 USER_TEXT = "<<what the user says>>"
 CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
@@ -61,27 +73,39 @@ def load_model(
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
-        model: Folder or hub id.
+        model: Folder or hub id, or a .gguf file in one, whose weights are dequantised.
         device: Device name, see `foveate.utils.device.choose_device`.
         dtype: Dtype name, or "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
         check: Called with the model's config before weights are loaded, such as `check_config`.
 
     Raises:
         ValueError: If the model cannot be loaded or fails the check, or device or dtype are unknown.
+        ImportError: If the model is a .gguf file, and the package gguf is not installed.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
+    source, options = _source(model)
+    if options:
+        import_module("gguf")  # transformers needs it, and names no way to install it
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         raise _unloadable(model, error) from error
     check(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=precision, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _unloadable(model, error) from error
     return loaded.to(where).eval(), tokenizer
+
+
+def _source(model: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """Folder or hub id of a model, and the options of `from_pretrained` that name its .gguf file."""
+    folder, _, file = Path(model).as_posix().rpartition("/")
+    return (folder or ".", {"gguf_file": file}) if file.lower().endswith(".gguf") else (model, {})
 
 
 def _unloadable(model: str | Path, error: Exception) -> ValueError:
@@ -139,6 +163,16 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: If not, with the reason and, if known, the remedy.
     """
+    _check_family(config)
+    if (quantised := getattr(config, "quantization_config", None)) and not _get(quantised, "dequantize"):
+        raise ValueError(f"the weights are quantised: {UNMEASURED}")
+
+
+def _get(options: Any, name: str) -> Any:
+    return options.get(name) if isinstance(options, dict) else getattr(options, name, None)
+
+
+def _check_family(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if type(config) not in FAMILIES:
         reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
@@ -156,11 +190,6 @@ def check_config(config: Any) -> None:
             raise ValueError(f"partial_rotary_factor={one['partial_rotary_factor']} is not tested: it must be 1")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention lets tokens see later ones: cached chunks need causal attention")
-    if getattr(config, "quantization_config", None):
-        raise ValueError(
-            "the weights are quantised, for which the accuracy of recomputed rows has not been measured: load the "
-            "model in bfloat16, float16 or float32"
-        )
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -170,13 +199,18 @@ def check_model(model: PreTrainedModel) -> None:
         ValueError: If not, with the reason and, if known, the remedy.
     """
     config: Any = model.config
-    check_config(config)
+    _check_family(config)
     expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled, and its layers cannot attend by rows: pass it without torch.compile")
     if not isinstance(model, expected):
         raise ValueError(
             f"pass the {expected.__name__} itself, not {type(model).__name__}; for a PeftModel that is "
             "get_base_model(), which includes the adapters"
         )
+    for name, weight in model.state_dict().items():
+        if type(weight) not in (Tensor, Parameter) or weight.dtype not in DTYPES:
+            raise ValueError(f"the weights are quantised, such as {name}: {UNMEASURED}")
     if config._attn_implementation not in ATTENTION:
         raise ValueError(
             f"{config._attn_implementation!r} attention cannot attend by rows: load the model with "
@@ -194,7 +228,7 @@ class LanguageModel:
     Attributes:
         model: Causal language model of `transformers`. It is never changed.
         row_model: Copy of the model that shares its weights and attends by rows.
-        tokenizer: Tokenizer of the model.
+        tokenizer: Copy of the model's tokenizer that reads the names of control tokens as text.
         prefix: Token ids before every context.
         fingerprint: Hashes of everything besides their text that cached chunks depend on, by name.
     """
@@ -204,10 +238,11 @@ class LanguageModel:
         self.model: Any = model
         self.row_model = row_model(model)
         self._spare: list[RowCache] = []
-        self.tokenizer = tokenizer
+        self._safe = SafeTokenizer(tokenizer)
+        self.tokenizer = self._safe.for_texts
         if prefix is None:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.prefix = self.tokens(prefix)
+        self.prefix = self.tokens(self.fill(prefix) if isinstance(prefix, str) else prefix)
         self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
 
     @property
@@ -232,17 +267,31 @@ class LanguageModel:
 
     def count(self, text: str) -> int:
         """Number of tokens in a text."""
-        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return len(self._safe.text(text))
+
+    def fill(self, template: str, texts: Mapping[str, str] | None = None) -> list[int]:
+        """Token ids of a template with texts in its places. Control tokens come from the template, never from a text.
+
+        Examples:
+            >>> before, after = chat_frame(tokenizer)
+            >>> prompt = encoder.fill("Question: {question}" + after, {"{question}": "Who was it?"})
+            >>> context.patch(foveate.InfoFlowKV(), prompt)
+
+        Args:
+            template: Text whose control tokens act, such as that of a chat template.
+            texts: Text of each place, by what marks the place in the template.
+        """
+        return self._safe.fill(template, texts or {})
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
-        """Token ids of a text, without special tokens. Token ids are returned unchanged.
+        """Token ids of a text, without control tokens: their names stay text. Token ids are returned unchanged.
 
         Raises:
             ValueError: If `text` is neither a text nor ids from the model's vocabulary.
         """
         if isinstance(text, int):
             raise ValueError(f"pass a text or a list of token ids, not the number {text}: [{text}]")
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else list(text)
+        ids = self._safe.text(text) if isinstance(text, str) else list(text)
         tokens, size = torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size
         if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
             raise ValueError(
@@ -341,6 +390,7 @@ class LanguageModel:
         # padded by a token of the text, so that repetition penalties count no other token
         padded = torch.stack([torch.cat([ids[:1].expand(longest - len(ids)), ids]) for ids in texts])
         mask = torch.stack([torch.arange(-longest, 0, device=ids.device) >= -len(ids) for ids in texts])
+        options = self._without_padding(options, [longest - len(ids) for ids in texts])
         model, beams = self.model, max(self._option(options, "num_beams") or 1, num_return_sequences)
         if cache is not None:
             cache.rewind()
@@ -361,6 +411,20 @@ class LanguageModel:
         if cache is not None and beams > 1:
             self.give_back(cache)
         return [self._text(ids, options) for ids in output[:, longest:].tolist()]
+
+    def _without_padding(self, options: dict[str, Any], padding: Sequence[int]) -> dict[str, Any]:
+        """Options whose `min_length` and `no_repeat_ngram_size` see texts without this many tokens of padding each."""
+        if not any(padding):
+            return options
+        found: list[LogitsProcessor] = []
+        ends = self._option(options, "eos_token_id")
+        if (least := self._option(options, "min_length")) and ends is not None:
+            found.append(MinLengthLogitsProcessor(least, ends, str(self.device)))
+        if size := self._option(options, "no_repeat_ngram_size"):
+            found.append(NoRepeatNGramLogitsProcessor(size))
+        found = [_WithoutPadding(processor, padding) for processor in found]
+        found += options.get("logits_processor") or []
+        return options | {"min_length": 0, "no_repeat_ngram_size": 0, "logits_processor": found}
 
     def _text(self, ids: list[int], options: dict[str, Any]) -> str:
         """Text of generated tokens, without the padding of a text that ends before others."""
@@ -392,3 +456,20 @@ class LanguageModel:
                 "several texts that end at stop_strings or stopping_criteria need eos_token_id, which pads the texts "
                 "that end first: pass it, or ask one question at a time"
             )
+
+
+class _WithoutPadding(LogitsProcessor):
+    """A processor of logits that sees each text without its padding.
+
+    Args:
+        processor: Processor of the logits after texts.
+        padding: Number of tokens before each text; adjacent rows may continue one text.
+    """
+
+    def __init__(self, processor: Any, padding: Sequence[int]) -> None:
+        self._processor, self._padding = processor, padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        each = len(input_ids) // len(self._padding)
+        texts = [ids[None, self._padding[row // each] :] for row, ids in enumerate(input_ids)]
+        return torch.cat([self._processor(text, row) for text, row in zip(texts, scores[:, None], strict=True)])

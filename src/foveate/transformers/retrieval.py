@@ -64,6 +64,11 @@ def _resolve(index: ChunkIndex, question: str, passages: Any) -> list[int]:
 def _fit(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
     """The first passages, as many as fit into the model's context after `used` tokens."""
     limit = index.encoder.model.config.max_position_embeddings
+    if used >= limit:
+        raise ValueError(
+            f"question, prompt and answer take {used} tokens, but the model takes at most {limit} with a passage: ask "
+            "a shorter question, or for fewer new tokens"
+        )
     totals = [used + total for total in accumulate(len(index.ids[passage]) for passage in passages)]
     if totals[0] > limit:
         raise ValueError(

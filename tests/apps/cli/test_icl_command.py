@@ -9,6 +9,7 @@ import pytest
 import tiny_lm
 import torch
 from PIL import Image
+from transformers import BloomConfig, GPTNeoXConfig, MistralConfig
 from typer.testing import CliRunner
 
 from foveate import SubCP
@@ -50,6 +51,18 @@ def test_blocks_are_those_of_the_library_and_carry_their_examples(strategy):
         assert picture.size[0] > 500
     for words in ("union coverage", "random choice", "random partition"):
         assert words in " ".join(result.output.split())
+
+
+def test_a_model_that_cannot_read_blocks_is_refused_before_anything_is_loaded_or_printed(tmp_path):
+    GPTNeoXConfig().save_pretrained(tmp_path / "a")  # there are no weights
+    BloomConfig().save_pretrained(tmp_path / "b")
+    MistralConfig(sliding_window=8).save_pretrained(tmp_path / "c")
+    for name, refused in {"a": "cannot load a", "b": "BloomForCausalLM does not take blocks", "c": "Mistral"}.items():
+        result = run("--label", "label", "--ask", "good film", "--model", name, "--device", "cpu")
+        assert result.exit_code == 2
+        assert refused in " ".join(result.output.split())
+        assert not result.stdout.strip()
+        assert not (tmp_path / "blocks.jsonl").exists()
 
 
 def test_without_embeddings_the_text_is_hashed_and_labels_are_balanced():

@@ -15,6 +15,7 @@ from foveate.apps.cli import app
 from foveate.apps.cli import rag as rag_command
 from foveate.apps.cli.rag_index import bytes_of
 from foveate.transformers import ChunkEncoder, rag
+from foveate.transformers.model import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,16 @@ def test_questions_from_arguments_or_a_pipe_share_a_page(model, tmp_path):
     assert not (tmp_path / "none.html").exists()
 
 
+def test_ignored_files_are_counted_by_type(model, tmp_path):
+    for name in ("a.png", "b.png", "c.zip"):
+        (tmp_path / "notes" / name).write_text("x")
+    counts = "ignored 3 files: 2 .png, 1 .zip"
+    assert counts in said(run(model, "w3"))
+    added = CliRunner().invoke(app, ["rag", "add", "index", "notes", "--model", str(model), "--device", "cpu"])
+    assert counts in said(added)
+    assert "4 passages" in said(added)
+
+
 def test_what_was_answered_before_ctrl_c_is_kept(model, tmp_path, monkeypatch):
     ask = rag.ask
 
@@ -98,6 +109,12 @@ def test_what_was_answered_before_ctrl_c_is_kept(model, tmp_path, monkeypatch):
     page = (tmp_path / "rag.html").read_text()
     assert "<h1>w3</h1>" in page
     assert "question 1 of 1" in page
+
+
+def test_the_help_names_every_family_of_models():
+    text = CliRunner().invoke(app, ["rag", "ask", "--help"]).output.casefold()
+    for family in FAMILIES:
+        assert re.match("[A-Z][a-z]+", family.__name__)[0].casefold() in text
 
 
 def test_a_terminal_is_prompted_until_an_empty_line(monkeypatch):
@@ -235,7 +252,7 @@ def test_missing_folders_and_models_are_named(model, tmp_path, monkeypatch):
     assert "notes is no index: the index of a folder is in notes/.foveate/" in fails("info", "notes")
     assert "notes holds documents: put the files there" in fails("add", "notes", "notes/0.txt", "--model", model)
     (tmp_path / "empty").mkdir()
-    assert "empty has no .txt, .md, .rst files" in fails("empty", "w3", "--model", model)
+    assert "empty has no .txt, .md, .html, .pdf or other text files" in fails("empty", "w3", "--model", model)
     assert "cannot load nobody/nothing" in fails("notes", "w3", "--model", "nobody/nothing")
     monkeypatch.setitem(sys.modules, "foveate_models", None)
     assert "not installed: pip install 'foveate[models]' (in a clone: pip install -e models)" in fails("notes", "w3")

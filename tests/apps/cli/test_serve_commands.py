@@ -1,8 +1,13 @@
 """Laws of `foveate serve` and `foveate rag serve` before anything is loaded."""
 
+import os
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
+from foveate.__main__ import main
+from foveate.apps import cli
 from foveate.apps.cli import app
 from foveate.apps.cli.serve import scale_of
 
@@ -34,3 +39,26 @@ def test_more_replicas_than_gpus_are_refused(monkeypatch):
     assert scale_of(4, 8, kinds=1, gpus=False) == (4, 8)
     with pytest.raises(ValueError, match="4 replicas need a GPU each, and this machine has 2: start fewer"):
         scale_of(2, 0, kinds=2, gpus=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "policy", "restarts"),
+    [
+        ("serve --port 0", "", True),
+        ("rag serve notes", "", True),
+        ("serve", "ACTIVE", False),
+        ("rag notes", "", False),
+    ],
+)
+def test_idle_threads_of_services_do_not_spin(command, policy, restarts, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(sys, "argv", ["foveate", *command.split()])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "foveate", *command.split()])
+    monkeypatch.setattr(cli, "main", lambda: None)
+    found = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: found.append(arguments))
+    main()
+    again = (sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+    assert found == ([again] if restarts else [])

@@ -124,6 +124,10 @@ def test_passages_are_taken_by_shared_words_as_many_as_fit_and_stay_in_order(ind
         ValueError, match=r"3.txt with prompt and answer takes 129 tokens, but the model takes at most 128"
     ):
         ask(index, "w30 w7", {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=room - 5)
+    with pytest.raises(
+        ValueError, match=r"^question, prompt and answer take 202 tokens, .* at most 128 .*: ask a shorter"
+    ):
+        ask(index, "w30 " * 195, {"none": NoRecompute()}, prompt="{question} w1", max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

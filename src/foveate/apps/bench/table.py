@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.table import Column, Table
+from rich.text import Text
 
 __all__ = ["TableColumn", "megabytes", "milliseconds", "results_table"]
 
@@ -39,7 +40,7 @@ def results_table(
     for title, section in groupby(rows, heading):
         if title:
             table.add_section()
-            table.add_row(f"[bold]{title}")
+            table.add_row(Text(title, style="bold"))
         for row in section:
             cells = ["" if row.get(key) is None else show(row[key]) for _, key, show in shown]
             table.add_row(*([cells[0], row["failed"]] if "failed" in row else cells))

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
-from foveate.apps.console import console
+from foveate.apps.console import console, terminal
 from foveate.apps.demo import find
 
 LanguageModel = Annotated[
     str,
     typer.Option(
-        help="Hub id or folder of a causal language model. [dim]default: the built-in reader, which knows a few "
-        "hundred words[/]"
+        help="Hub id or folder of a causal language model, or a .gguf file. [dim]default: the built-in reader, which "
+        "knows a few hundred words[/]"
     ),
 ]
 Tiles = Annotated[str | None, typer.Option(help="Number of tiles of the method, or auto.")]
@@ -60,7 +58,7 @@ def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:
         return
     more = f" and {len(words) - 8} more" if len(words) > 8 else ""
     remedy = "" if model else "; it knows a few hundred, see docs/built-in-reader.md, and --model names another one"
-    console.print(f"the model does not know the words {escape(', '.join(words[:8]))}{more}: it will guess{remedy}")
+    console.print(f"the model does not know the words {', '.join(words[:8])}{more}: it will guess{remedy}")
 
 
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
@@ -103,10 +101,10 @@ def read_prompts(path: Path) -> list[str]:
 
 def print_table(rows: Mapping[str, str], *columns: str, title: str | None = None) -> None:
     """Print a table with two columns."""
-    table = Table(columns[0], Column(columns[1], overflow="fold"), title=title)
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for cells in rows.items():
         table.add_row(*cells)
-    Console().print(table)
+    terminal().print(table)
 
 
 def read_size(text: str) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from foveate.apps.cli.common import check_writable
 from foveate.apps.cli.methods import read_methods
@@ -21,7 +20,7 @@ from foveate.apps.cli.pictures import (
     request_of,
     with_distilled,
 )
-from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, join_processes, progress
+from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, join_processes, progress, terminal
 
 __all__ = ["evaluate"]
 
@@ -85,6 +84,6 @@ def evaluate(
         )  # fmt: skip
     if not state.is_main_process:
         return
-    Console(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
+    terminal(width=None if sys.stdout.isatty() else 1000).print(score_table(scores))
     for name in ("scores.json", "sheet.png"):
         print(out / name)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from zlib import crc32
 
 import typer
-from rich.markup import escape
 
 from foveate.apps.cli.common import Option, Tiles, check_file, check_writable, options_of, read_prompts
 from foveate.apps.cli.methods import method_to_draw
@@ -139,7 +138,7 @@ def generate(
         share_pictures(pipe, state.num_processes)
     for text in texts:
         if remark := remark_on(pipe, model, text):
-            console.print(escape(f"{text}: {remark}" if many else remark))
+            console.print(f"{text}: {remark}" if many else remark)
     from accelerate.utils import gather_object
 
     from foveate.diffusers.apply import apply

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from foveate.apps.cli.common import Embed, LanguageModel, check_file, open_reader, warn_unknown_words
-from foveate.apps.console import Device, Dtype, clear_errors, console, progress
+from foveate.apps.console import Device, Dtype, clear_errors, console, progress, terminal
 from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 
 __all__ = ["icl"]
@@ -142,7 +141,11 @@ def icl(
     needed = r"\S" if embed or embeddings else r"\w"  # without a model, words are compared
     if wordless := [question for question in ask or () if not re.search(needed, question)]:
         raise ValueError(f"--ask {wordless[0]!r} has no words: give the text whose label you want to know")
-    reader = open_reader(model, device, dtype) if ask else None
+    reader = None
+    if ask:
+        from foveate.transformers.in_context import check_reads_blocks
+
+        reader = open_reader(model, device, dtype, check_reads_blocks)
     sub = SubCP(
         blocks=blocks,
         block_size=size or None,
@@ -171,7 +174,7 @@ def icl(
             weights = list(ours.weights(embedded(ask)).T)
     write_blocks(out, ours, pool, sub, labels=labels, examples=rows)
     write_whole(out.with_suffix(".png"), figure_png(draw_coverage(reports)))
-    Console().print(_table(reports))
+    terminal().print(_table(reports))
     if repeated := reports[f"Sub-CP {strategy}"][0].duplicates:
         console.print(f"{repeated} chosen examples are copies of another one, which adds nothing to the blocks")
     print(out)
@@ -239,7 +242,7 @@ def _print_answers(
         table = Table("answer", "probability")
         for probability, answer in sorted(zip(probabilities, answers, strict=True), reverse=True):
             table.add_row(answer, f"{probability:.3f}")
-        Console().print(table)
+        terminal().print(table)
 
 
 def _table(reports: dict[str, list[Any]]) -> Table:

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from foveate.apps.cli.common import check_file, print_table, read_size
-from foveate.apps.console import clear_errors
+from foveate.apps.console import clear_errors, terminal
 from foveate.methods import METHODS
 from foveate.ops.curves import CURVES
 
@@ -51,7 +50,7 @@ def curves(
     ):
         inside = metric(order, height, width, within=max(1, height * width // tiles))
         table.add_row(name, f"{metric(order, height, width):.2f}", f"{inside:.2f}")
-    Console().print(table)
+    terminal().print(table)
     print(path)
 
 

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -27,7 +25,7 @@ from foveate.apps.cli.rag_index import (
     open_indexes,
     print_refused,
 )
-from foveate.apps.console import Device, Dtype, clear_errors, console, progress
+from foveate.apps.console import Device, Dtype, clear_errors, console, progress, terminal
 from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
@@ -117,7 +115,7 @@ def rag(
 
     Each passage runs through the model separately, and its keys and values are kept on disk. A question loads them and
     recomputes only the tokens that it attends to most. The page shows which. The model may be a Llama, Qwen, Mistral,
-    Mixtral or Phi-3.
+    Mixtral, Phi-3, Gemma 3 or GPT-OSS.
 
     foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 
@@ -233,7 +231,7 @@ def _print_replies(replies: Sequence[Any], chunks: Any) -> None:
     table = _table(f"{len(replies)} questions", *columns)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    terminal().print(table)
 
 
 def _print_details(reply: Any, chunks: Any) -> None:
@@ -241,7 +239,7 @@ def _print_details(reply: Any, chunks: Any) -> None:
     from foveate.apps.web.report import duration
     from foveate.transformers.rag import STEPS
 
-    terminal, (first, *others) = Console(highlight=False), reply.answers
+    first, *others = reply.answers
     table = _table("", *(answer.method for answer in reply.answers))
     table.add_row(f"rows of {reply.spans[-1][1]}", *(str(len(answer.rows)) for answer in reply.answers))
     for step in STEPS:
@@ -250,14 +248,14 @@ def _print_details(reply: Any, chunks: Any) -> None:
     table.add_row("first token", *(duration(answer.first_token) for answer in reply.answers))
     if others:
         table.add_row("KL", *(f"{answer.divergence:.2g}" for answer in reply.answers))
-    terminal.print(table)
+    terminal().print(table)
     for answer in others:
         print(f"{answer.method}: {answer.text.strip()}")
     places = _table("passage", "tokens", "recomputed")
     for passage, (start, stop) in zip(reply.passages, reply.spans, strict=True):
         count = int(((first.rows >= start) & (first.rows < stop)).sum())
-        places.add_row(escape(chunks.passages[passage].name), str(stop - start), str(count))
-    terminal.print(places)
+        places.add_row(chunks.passages[passage].name, str(stop - start), str(count))
+    terminal().print(places)
     if left := len(chunks.passages) - len(reply.passages):
         console.print(f"left out {left} passages that share fewer words with the question, or none")
 

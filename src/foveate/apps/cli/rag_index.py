@@ -2,13 +2,13 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from foveate.apps.cli.common import LanguageModel, open_reader, print_table
 from foveate.apps.console import Device, Dtype, clear_errors, console, join_processes, progress
@@ -24,7 +24,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="FOLDER",
-        help="Folder of .txt, .md and .rst files, including its subfolders, or an index: its folder or URL.",
+        help="Folder of documents (text, code, HTML, CSV, JSON, PDF, Word), with its subfolders, or an index: its "
+        "folder or URL.",
     ),
 ]
 Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]
@@ -64,7 +65,7 @@ MaxMemory = Annotated[
 
 @clear_errors
 def index(
-    folder: Annotated[Path, typer.Argument(help="Folder of .txt, .md and .rst files, including its subfolders.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of documents, including its subfolders.")],
     model: LanguageModel = "",
     index: Index = "",
     chunk: Chunk = None,
@@ -90,7 +91,7 @@ def index(
 @clear_errors
 def add(
     place: Place,
-    documents: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
+    documents: Annotated[list[Path], typer.Argument(help="Documents, or folders of documents.")],
     model: LanguageModel = "",
     chunk: Chunk = None,
     eight_bit: EightBit = False,
@@ -107,19 +108,19 @@ def add(
     A document is named by its path as given here, and replaces one of the same name. `foveate rag index FOLDER`
     removes documents that are not in FOLDER from its index: put the document into FOLDER instead.
     """
-    from foveate.transformers.documents import SUFFIXES, read_documents
     from foveate.transformers.index import ChunkIndex
+    from foveate.transformers.readers import SUFFIXES, read_documents
 
-    if any(path.suffix.lower() in SUFFIXES for path in Path(place).rglob("*")):
+    if any(path.suffix.lower() in {*SUFFIXES} - {".json"} for path in Path(place).rglob("*")):
         raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
-    limit, skipped, texts = bytes_of(max_disk, inf), list[str](), dict[str, str]()
+    limit, skipped, ignored, texts = bytes_of(max_disk, inf), list[str](), Counter[str](), dict[str, str]()
     for path in documents:
-        read = read_documents(path, skipped)
+        read = read_documents(path, skipped, ignored)
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
     encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
     with progress() as track:
         chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
-    _build(chunks, skipped)
+    _build(chunks, skipped, ignored)
 
 
 @clear_errors
@@ -130,7 +131,7 @@ def remove(
     from foveate.transformers.index import remove_documents
 
     remove_documents(place, documents)
-    console.print(f"removed {len(documents)} documents from {escape(place)}")
+    console.print(f"removed {len(documents)} documents from {place}")
 
 
 @clear_errors
@@ -171,25 +172,26 @@ def open_indexes(
     A folder of documents is encoded, divided among processes that were launched together. An existing index is opened
     unchanged. The arguments are the options of the commands.
     """
-    from foveate.transformers.documents import read_documents
     from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
+    from foveate.transformers.readers import read_documents
 
     limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
-    sources: list[tuple[str, dict[str, str], list[str]]] = []
+    sources: list[tuple[str, dict[str, str], list[str], Counter[str]]] = []
     for folder in folders:  # before the model is loaded
         if Path(folder).is_file():
             raise ValueError(f"{folder} is a file: name its folder")
-        skipped = list[str]()
+        skipped, ignored = list[str](), Counter[str]()
         stored = bool(read_index(folder, skipped))
-        sources.append((folder, {} if stored else read_documents(Path(folder), skipped), skipped))
+        documents = {} if stored else read_documents(Path(folder), skipped, ignored)
+        sources.append((folder, documents, skipped, ignored))
     encoder, before, after = _open_encoder(model, prefix, chat, device, dtype)
     indexes: list[Any] = []
-    for folder, documents, skipped in sources:
+    for folder, documents, skipped, ignored in sources:
         if documents:
             where = index or index_folder(Path(folder), model)
             with progress() as track:
                 indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
-            _build(indexes[-1], skipped)
+            _build(indexes[-1], skipped, ignored)
         else:
             indexes.append(ChunkIndex(folder, encoder, **limits))
             _print_skipped(indexes[-1].skipped)
@@ -208,8 +210,12 @@ def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype
     return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
 
 
-def _build(chunks: Any, skipped: Sequence[str]) -> None:
+def _build(chunks: Any, skipped: Sequence[str], ignored: Counter[str]) -> None:
     """Encode missing passages, together with the other launched processes, and print a summary."""
+    from foveate.transformers.readers import describe_ignored
+
+    if ignored:
+        console.print(describe_ignored(ignored), soft_wrap=True)
     _print_skipped([*skipped, *chunks.skipped])
     if not chunks.passages:
         raise ValueError("there are no documents left: see the remedies above")
@@ -224,21 +230,21 @@ def _build(chunks: Any, skipped: Sequence[str]) -> None:
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
         f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
-        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}",
-        markup=False,
+        f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}"
     )
 
 
 def _print_skipped(reasons: Sequence[str]) -> None:
     if reasons:
-        console.print("\n".join([f"skipped {len(reasons)} documents:", *(f"  {reason}" for reason in reasons)]),
-                      markup=False, soft_wrap=True)  # fmt: skip
+        console.print(
+            "\n".join([f"skipped {len(reasons)} documents:", *(f"  {reason}" for reason in reasons)]), soft_wrap=True
+        )
 
 
 def print_refused(chunks: Any) -> None:
     """Print the reasons for unusable chunks of the index, once."""
     for reason in chunks.refused:
-        console.print(f"encoded again: {escape(reason)}", soft_wrap=True)
+        console.print(f"encoded again: {reason}", soft_wrap=True)
     chunks.refused.clear()
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from foveate.apps.cli.common import check_writable, read_prompts
 from foveate.apps.cli.pictures import Model, Size, Steps, open_at_size, request_of
@@ -97,12 +96,12 @@ def tune(
         preset = search(
             pipe, texts, budget, size=request.size, steps=request.steps, guidance=guidance, frames=request.frames,
             seed=seed, methods=methods, caches=caches, out=out, track=track,
-            say=lambda line: console.print(escape(line), soft_wrap=True),
+            say=lambda line: console.print(line, soft_wrap=True),
         )  # fmt: skip
     path = out / f"{budget.name.lower()}-{budget.at_least:g}.json"
     preset.save(path)
     gain = preset.evidence["speed_up"]
-    console.print(f"{escape(preset.title)}: the steps of an image are {gain:.2f}x faster", soft_wrap=True)
+    console.print(f"{preset.title}: the steps of an image are {gain:.2f}x faster", soft_wrap=True)
     print(path)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from foveate.apps.cli import rag
 from foveate.apps.cli.common import check_writable, open_reader
@@ -66,7 +67,8 @@ def ui(
     studio = Studio(commands(device, dtype), out)
     studio.open(model, lora)
     if host not in ("127.0.0.1", "localhost", "::1"):
-        console.print(f"[bold]--host {host}[/]: whoever reaches this machine can use its models and read its folders")
+        warning = "whoever reaches this machine can use its models and read its folders"
+        console.print(Text.assemble((f"--host {host}", "bold"), f": {warning}"))
     serve(studio, model, lora, documents, questions, host=host, port=port, browser=browser, ready=_print_address)
 
 

@@ -212,7 +212,7 @@ class Answerer:
         new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
         if new_tokens > self.max_new_tokens:
             raise ValueError(f"max_tokens={new_tokens} is more than the limit of this service, {self.max_new_tokens}")
-        prompt = self.encoder.tokens(self._text_after(asked.messages))
+        prompt = self.encoder.tokens(self.encoder.fill(*self._after(asked.messages)))
         names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
         return _Prepared(question, names, self.encoder.compose(chunks), prompt, new_tokens)
 
@@ -263,28 +263,31 @@ class Answerer:
             raise ValueError(f"pass documents, or the name of an index; there are these: {', '.join(names) or 'none'}")
         return self.indexes[name]
 
-    def _text_after(self, messages: Sequence[Message]) -> str:
-        """Text of the conversation after the passages, which stand at the start of the first message.
+    def _after(self, messages: Sequence[Message]) -> tuple[str, dict[str, str]]:
+        """Template of the conversation after the passages, and the text of each message by its place in the template.
 
-        System instructions come after the passages too, so that all conversations share their chunks.
+        The passages stand at the start of the first message. System instructions come after them too, so that all
+        conversations share their chunks. No message passes through the chat template, so that none can open a turn.
         """
-        system = [message.content for message in messages if message.role in ("system", "developer")]
-        turns = [message for message in messages if message.role in ("user", "assistant")]
-        if len(turns) % 2 == 0 or any(turn.role != ("user", "assistant")[i % 2] for i, turn in enumerate(turns)):
+        texts = {f"<<message {i}>>": message.content for i, message in enumerate(messages)}
+        placed = [*zip((message.role for message in messages), texts, strict=True)]
+        system = [place for role, place in placed if role in ("system", "developer")]
+        turns = [(role, place) for role, place in placed if role in ("user", "assistant")]
+        if len(turns) % 2 == 0 or any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(turns)):
             raise ValueError("messages of user and assistant must alternate, and begin and end with the user's")
-        texts = [self._prompt.replace("{question}", t.content) if t.role == "user" else t.content for t in turns]
-        texts[0] = "\n\n".join([*system, texts[0]])
+        parts = [self._prompt.replace("{question}", place) if role == "user" else place for role, place in turns]
+        parts[0] = "\n\n".join([*system, parts[0]])
         if not self._chat:
-            return "".join(f" {text}\n" if i % 2 else text for i, text in enumerate(texts))
-        texts[0] = USER_TEXT + texts[0]
+            return "".join(f" {part}\n" if i % 2 else part for i, part in enumerate(parts)), texts
+        parts[0] = USER_TEXT + parts[0]
         try:
             whole = self.encoder.tokenizer.apply_chat_template(
-                [{"role": turn.role, "content": text} for turn, text in zip(turns, texts, strict=True)],
+                [{"role": role, "content": part} for (role, _), part in zip(turns, parts, strict=True)],
                 tokenize=False, add_generation_prompt=True, enable_thinking=False,
             )  # fmt: skip
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return whole.partition(USER_TEXT)[2]
+        return whole.partition(USER_TEXT)[2], texts
 
 
 class _Answer(TextStreamer):

@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from foveate.methods import recompute_policy_from_text
 from foveate.transformers import ChunkEncoder
+from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.index import ChunkIndex, read_index
 from foveate.transformers.known_prompt import KnownPrompt, PromptMatcher, paged_slots
@@ -101,8 +102,9 @@ class FoveateConnector(KVConnectorBase_V1):
         texts = [passage.text for document in read_index(self._place, skipped) for passage in document.passages]
         if not texts:
             raise ValueError("; ".join(skipped) or f"{self._place} is no index: make one with `foveate rag index`")
-        prefix, *passages = (tokenizer(text, add_special_tokens=False).input_ids for text in [self._prefix, *texts])
-        return PromptMatcher(prefix, passages, self._model.hf_text_config.max_position_embeddings)
+        safe = SafeTokenizer(tokenizer)
+        passages = [safe.text(text) for text in texts]
+        return PromptMatcher(safe.fill(self._prefix, {}), passages, self._model.hf_text_config.max_position_embeddings)
 
     def _open_index(self, device: str) -> ChunkIndex:
         model, tokenizer = load_model(self._model.model, device, dtype_name(self._model.dtype), check_config)

@@ -72,8 +72,10 @@ def _words(index: ChunkIndex, reply: Reply) -> list[tuple[str, list[Word]]]:
     tokenizer = index.encoder.tokenizer
     prefix = [tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
     texts = [("prefix", prefix)] if prefix else []
-    passages = (index.passages[number] for number in reply.passages)
-    texts += [(passage.name, token_texts(tokenizer, passage.text)) for passage in passages]
+    for number in reply.passages:
+        (name, text), ids = index.passages[number], index.ids[number]
+        words = token_texts(tokenizer, text)  # of as many tokens, unless names of control tokens had to be spelled
+        texts.append((name, words if len(words) == len(ids) else [tokenizer.decode([token]) for token in ids]))
     recomputed, scores = set(reply.answers[0].rows.tolist()), reply.scores.tolist()
     # the first passage holds tokens that draw attention in any text: relative to them all others would look pale
     peak = max(scores[reply.spans[0][1] :] or scores) or 1.0

@@ -4,7 +4,7 @@
 import inspect
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -27,10 +27,10 @@ from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per
 from foveate.pipelines.steps import Call, record_step, recording
 from foveate.plots.figures import draw_attention, draw_tiles
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents, index_folder
 from foveate.transformers.model import chat_frame, unknown_words
 from foveate.transformers.rag import Reply, ask, runs
+from foveate.transformers.readers import describe_ignored, read_documents
 from foveate.tuning.attention_map import attention_layers, attention_map
 from foveate.tuning.similarity import psnr, ssim
 from foveate.utils.files import slug
@@ -285,8 +285,8 @@ class Studio:
         track = _stoppable(track, cancelled)
         with self._work(cancelled):
             folder, name = Path(asked.folder).expanduser(), asked.model.strip()
-            skipped = list[str]()
-            documents = read_documents(folder, skipped)
+            skipped, ignored = list[str](), Counter[str]()
+            documents = read_documents(folder, skipped, ignored)
             if self._reader is None or self._reader[0] != name:
                 self._reader = None
                 self._reader = name, *self.commands.open_reader(name)
@@ -299,6 +299,8 @@ class Studio:
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
             settings = {"model": name or "the built-in reader", "method": repr(methods[asked.method])}
             remarks = [f"Skipped: {why}." for why in skipped]
+            if ignored:
+                remarks.append(f"{describe_ignored(ignored).capitalize()}.")
             if unknown := unknown_words(tokenizer, asked.question):
                 remarks.append(f"The model does not know the words {', '.join(unknown)}: it will guess.")
             return reply, reply_page(index, [reply], settings), " ".join(remarks)

@@ -327,7 +327,9 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             folder = gr.Textbox(
-                str(documents), label="Folder", info="Its .txt, .md and .rst files, and its subfolders."
+                str(documents),
+                label="Folder",
+                info="Its documents: text, code, HTML, CSV, PDF and Word files, with subfolders.",
             )
             question = gr.Textbox(next(iter(questions), ""), label="Question", lines=2, elem_id="question")
             if questions:
