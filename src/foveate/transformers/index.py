@@ -159,7 +159,7 @@ class ChunkIndex:
         changed = [name for name, source in sources.items() if self.documents.get(name) != source]
         advance = track("splitting documents", len(changed)) if changed else lambda: None
         for name in changed:
-            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.count)
+            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.spans)
             files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
             self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
             advance()

@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loading, checks that cached chunks are supported, and generation."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -230,9 +231,15 @@ class LanguageModel:
         """Default largest number of tokens in a passage: 512, or a quarter of the model's context if smaller."""
         return min(512, self.model.config.max_position_embeddings // 4)
 
-    def count(self, text: str) -> int:
-        """Number of tokens in a text."""
-        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """First character of each token of a text, and the character after its last, to split the text at.
+
+        A tokenizer that is not fast gives no characters: then those of words, cut into pieces of 8, for all tokens.
+        """
+        if self.tokenizer.is_fast:
+            return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+        words = re.finditer(r"\s*\S{1,8}|\s+", text)
+        return [word.span() for word in words for _ in self.tokenizer(word[0], add_special_tokens=False).input_ids]
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
         """Token ids of a text, without special tokens. Token ids are returned unchanged.
