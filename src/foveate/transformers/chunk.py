@@ -14,7 +14,7 @@ from foveate.transformers.fingerprint import checksum, digest
 from foveate.transformers.model import LanguageModel
 from foveate.utils.files import write_whole
 
-__all__ = ["ChunkCache", "check_fingerprint"]
+__all__ = ["ChunkCache", "check_fingerprint", "differences"]
 
 TENSORS = "keys", "values"
 
@@ -115,8 +115,13 @@ def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]
     Raises:
         ValueError: If not, with the names of the entries that differ.
     """
-    if names := [name for name in expected if found.get(name) != expected[name]]:
+    if names := differences(found, expected):
         raise ValueError(f"{what} was made with another {', '.join(names)}: encode the document again")
+
+
+def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """Names of the expected entries that differ."""
+    return [name for name in expected if found.get(name) != expected[name]]
 
 
 def _fits(tensors: dict[str, Tensor], ids: Tensor, encoder: LanguageModel) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 __all__ = ["checksum", "digest", "fingerprint"]
@@ -20,7 +19,7 @@ IGNORED = {
 }  # fmt: skip
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
+def fingerprint(model: Any, tokenizer: Any, prefix: tuple[int, ...]) -> dict[str, str]:
     """Hashes that must match for a cached chunk to be usable, by name.
 
     Args:
@@ -32,7 +31,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, prefix: tuple[int, ...])
     tensors = model.state_dict() | dict(model.named_buffers())  # rotary frequencies are in no state dict
     weights = [(name, str(tensor.dtype), checksum(tensor)) for name, tensor in sorted(tensors.items())]
     adapters = [
-        (name, module.active_adapters, module.disable_adapters, getattr(module, "scaling", None))  # type: ignore[union-attr]
+        (name, module.active_adapters, module.disable_adapters, getattr(module, "scaling", None))
         for name, module in model.named_modules()
         if isinstance(getattr(module, "active_adapters", None), list)
     ]

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,14 @@ def _unloadable(model: str | Path, error: Exception) -> ValueError:
     return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
 
 
-def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
+def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tuple[str, str]:
     """Texts before and after a user's message, up to the model's answer.
 
     Args:
         tokenizer: Tokenizer, with its chat template.
         chat: Whether to use the chat template. None uses it if there is one. Without it the text before is the
             start-of-text token, and the text after is empty.
+        date: ISO date that a chat template tells the model; empty is today's. Cached chunks need the same every day.
 
     Raises:
         ValueError: If there is no chat template, or it rejects or changes the user's message.
@@ -105,9 +107,10 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave chat out, or name a chat model")
     message = {"role": "user", "content": USER_TEXT}
+    day = datetime.fromisoformat(date) if date else datetime.now()
     try:
         text = tokenizer.apply_chat_template(
-            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False, strftime_now=day.strftime
         )
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
@@ -210,6 +213,11 @@ class LanguageModel:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.prefix = self.tokens(prefix)
         self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
+
+    @property
+    def name(self) -> str:
+        """Folder or hub id of the model, or its class if it was not loaded."""
+        return self.model.name_or_path or type(self.model).__name__
 
     @property
     def device(self) -> torch.device:

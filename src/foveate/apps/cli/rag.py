@@ -19,6 +19,7 @@ from foveate.apps.cli.rag_index import (
     Chat,
     Chunk,
     EightBit,
+    Force,
     Index,
     MaxDisk,
     MaxMemory,
@@ -109,6 +110,7 @@ def rag(
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
     max_memory: MaxMemory = "0",
+    force: Force = False,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("rag.html"),
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -143,9 +145,10 @@ def rag(
     from foveate.transformers.rag import ask, runs
 
     (chunks,), encoder, before, after = open_indexes(
-        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype, force
     )
-    texts = [passage.text for passage in chunks.passages]
+    unknown = encoder.tokenizer.unk_token_id
+    texts = [passage.text for passage, ids in zip(chunks.passages, chunks.ids, strict=True) if unknown in ids]
     warn_unknown_words(model, encoder.tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
@@ -168,9 +171,17 @@ def rag(
             print_refused(chunks)
             if new := replies[earlier:]:
                 _print_replies(new, chunks)
-                write_whole(out, reply_page(chunks, replies, settings).encode())
-                console.print("open the page in a browser:")
-                print(out.resolve())
+                _write_page(out, reply_page(chunks, replies, settings))
+
+
+def _write_page(out: Path, page: str) -> None:
+    try:
+        write_whole(out, page.encode())
+    except OSError as error:  # the answers are printed already
+        console.print(f"cannot write the page {out}: {error.strerror}", markup=False)
+    else:
+        console.print("open the page in a browser:")
+        print(out.resolve())
 
 
 def check_prompt(prompt: str) -> None:
