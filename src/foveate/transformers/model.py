@@ -107,10 +107,12 @@ def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tupl
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave chat out, or name a chat model")
     message = {"role": "user", "content": USER_TEXT}
-    day = datetime.fromisoformat(date) if date else datetime.now()
+    template = tokenizer.get_chat_template()
+    if date:
+        template = _dated(template, datetime.fromisoformat(date))
     try:
         text = tokenizer.apply_chat_template(
-            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False, strftime_now=day.strftime
+            [message], chat_template=template, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
@@ -123,6 +125,13 @@ def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tupl
         )
     before, after = text.split(USER_TEXT)
     return before, after
+
+
+def _dated(template: str, day: datetime) -> str:
+    """The chat template with a macro in place of the function `strftime_now`, which tells today's date."""
+    codes = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdeHIjmMpSuUwWxXyYZ"))
+    replaced = "".join(f"|replace({code!r}, {day.strftime(code)!r})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{template}"
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
