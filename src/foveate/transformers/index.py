@@ -134,7 +134,8 @@ class ChunkIndex:
     ) -> "ChunkIndex":
         """Add documents, replacing documents of the same names; call `build` to encode them.
 
-        The new index lists in `skipped` the documents that the model cannot take.
+        Returns this index if nothing has changed, else a new one. It lists in `skipped` the documents that the model
+        cannot take.
 
         Args:
             documents: Texts by name.
@@ -154,7 +155,7 @@ class ChunkIndex:
             passages = split_documents({name: documents[name]}, max_tokens, self.encoder.spans)
             self._put(name, self._document(name, sources[name], passages, eight_bit))
             advance()
-        return self.refresh()
+        return self.refresh() if changed else self
 
     def remove(self, names: Iterable[str]) -> "ChunkIndex":
         """Remove documents and their chunks; see `remove_documents`. Returns the new index."""
@@ -365,6 +366,6 @@ def index_documents(
     """
     index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory, date=date, force=force)
     index = index.add(documents, max_tokens, eight_bit, track)
-    for name in index.documents.keys() - documents.keys():
+    for name in (gone := index.documents.keys() - documents.keys()):
         index._put(name, None)
-    return index.refresh()
+    return index.refresh() if gone else index

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from xxhash import xxh3_128
+
 from foveate.transformers.documents import Passage
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.folder import Folder
@@ -45,8 +47,9 @@ class Document(NamedTuple):
     files: list[str]
 
     def to_bytes(self) -> bytes:
-        """Content of the document's file."""
-        return json.dumps([*self, digest(self)], ensure_ascii=False).encode()
+        """Content of the document's file: a line of JSON, and a hash of it."""
+        line = json.dumps(self, ensure_ascii=False).encode()
+        return line + b"\n" + xxh3_128(line).hexdigest().encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Document":
@@ -55,10 +58,10 @@ class Document(NamedTuple):
         Raises:
             ValueError: If the content is damaged.
         """
-        found = json.loads(content)
-        if not isinstance(found, list) or not found or digest(found[:-1]) != found[-1]:
+        line, _, kept = content.rpartition(b"\n")
+        if xxh3_128(line).hexdigest().encode() != kept:
             raise ValueError("the content is damaged")
-        name, source, made, passages, ids, files = found[:-1]
+        name, source, made, passages, ids, files = json.loads(line)
         return cls(name, source, made, [Passage(*passage) for passage in passages], ids, files)
 
 

@@ -133,8 +133,9 @@ def rag(
     of the methods: how many of the known answers are right (the answer contains one, word for word), mean divergence
     from the full prefill, and median time.
 
-    Unchanged passages are never encoded again, and an interrupted run resumes. An index belongs to one folder, model
-    and --chunk; its unused files are removed. It is large: 128 KiB for each token with a model like Llama-3.1-8B.
+    Unchanged passages are never encoded again, and an interrupted run resumes. An index belongs to one folder and
+    model, and another model is refused; its unused files are removed. It is large: 128 KiB for each token with a model
+    like Llama-3.1-8B.
     """
     methods = recompute_methods(method, recompute, options_of(option), compare)
     check_prompt(prompt)
