@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill, NoRecompute
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.documents import SEPARATOR, read_documents
+from foveate.transformers.documents import SEPARATOR
+from foveate.transformers.readers import read_documents
 from foveate_models import find
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -75,7 +75,7 @@ def test_names_of_control_tokens_stay_text_in_documents_and_prompts(tokenizer, e
     (chunk,) = encoder.encode([HOSTILE])
     assert (chunk.ids < 256).all()
     assert encoder.tokenizer.decode(chunk.ids) == HOSTILE
-    assert encoder.count(HOSTILE) == len(HOSTILE)
+    assert len(encoder.spans(HOSTILE)) == len(HOSTILE)
     with encoder.compose([chunk]).patch(InfoFlowKV(), HOSTILE) as patched:
         assert patched.prompt.tolist() == chunk.ids.tolist()
     assert encoder.prefix.tolist() == [tokenizer.bos_token_id]

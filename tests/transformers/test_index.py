@@ -1,7 +1,9 @@
 """Laws of an index: each passage is encoded once, nothing is lost, nothing wrong is read, limits are kept."""
 
+import errno
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +13,19 @@ import fsspec
 import processes
 import pytest
 import torch
+from bm25s import BM25
 from safetensors.torch import load_file, save_file
-from tiny_lm import DOCUMENTS, cached_logits, encoder, full_logits
+from tiny_lm import DOCUMENTS, cached_logits, encoder, full_logits, language_model, tokenizer
 
 from foveate import InfoFlowKV
 from foveate.apps.demo.facts import draw_facts
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.documents import Passage
-from foveate.transformers.index import BuildReport, ChunkIndex, index_documents, read_index, remove_documents
+from foveate.transformers.folder import Folder
+from foveate.transformers.index import BuildReport, ChunkIndex, index_documents
 from foveate.transformers.model import load_model
+from foveate.transformers.retrieval import bm25
+from foveate.transformers.stored_documents import first_document, read_index, remove_documents
 from foveate_models import find
 
 TEXTS = {f"{i}.txt": text for i, text in enumerate(DOCUMENTS)}
@@ -154,11 +160,156 @@ def test_an_unknown_passage_is_added(tmp_path):
         index.number(Passage("void", " "))
 
 
-def test_chunks_of_another_model_are_not_used(tmp_path):
-    index_documents(tmp_path, encoder(seed=1), TEXTS).build()
-    index = index_documents(tmp_path, encoder(), TEXTS)
+OTHERS = {
+    "weights": lambda: encoder(seed=1),
+    "dtype": lambda: encoder(dtype=torch.float32),
+    "prefix": lambda: encoder(prefix="w61"),
+    "tokenizer": lambda: ChunkEncoder(language_model(), tokenizer(bos="w5"), "<s> w60"),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_another_model_is_refused_and_destroys_nothing(place, field):
+    index = ChunkIndex(place, encoder(), date="2025-01-31").add(TEXTS)
+    index.build()
+    before = {file: Folder(place).read(file) for file in Folder(place).files()}
+    message = rf"made with another .*{field}.*\(LlamaForCausalLM, float64, 2025-01-31\): name the model"
+    for attempt in (
+        lambda: ChunkIndex(place, OTHERS[field]()),
+        lambda: index_documents(place, OTHERS[field](), TEXTS),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
+    assert {file: Folder(place).read(file) for file in Folder(place).files()} == before
+    assert ChunkIndex(place, encoder()).build() == BuildReport(encoded=0, found=4, removed=0, left=0)
+
+
+def test_another_model_takes_an_index_over_by_force(tmp_path):
+    index_documents(tmp_path, encoder(), TEXTS, eight_bit=True).build()
+    other = ChunkEncoder(language_model(seed=1), tokenizer(bos="w5"))
+    index = ChunkIndex(tmp_path, other, force=True)
     assert index.build() == BuildReport(encoded=4, found=0, removed=4, left=0)
+    assert index.build() == BuildReport(encoded=0, found=4, removed=0, left=0)
+    assert all(document.made == index.made for document in read_index(tmp_path, []))
+    assert all(chunk.stored["keys"].dtype == torch.int8 for chunk in ChunkIndex(tmp_path, other).load(range(4)))
+    with pytest.raises(ValueError, match="another weights, tokenizer, prefix"):
+        index_documents(tmp_path, encoder(), TEXTS)
+    again = index_documents(tmp_path, encoder(), TEXTS, force=True)
+    assert again.build() == BuildReport(encoded=4, found=0, removed=4, left=0)
+    assert_right(again)
+
+
+def test_an_index_keeps_its_date(tmp_path):
+    ChunkIndex(tmp_path, encoder(), date="2025-01-31").add({"a": "w1 w2"})
+    ChunkIndex(tmp_path, encoder(), date="2026-02-01").add({"b": "w1 w2"})
+    assert [document.made["date"] for document in read_index(tmp_path, [])] == ["2025-01-31"] * 2
+    assert first_document(tmp_path).made["model"] == "LlamaForCausalLM"
+
+
+def test_tokens_and_words_are_kept_with_the_index(place, monkeypatch):
+    ours = encoder()
+    index = index_documents(place, ours, TEXTS)
+    index.build()
+    texts = tuple(passage.text for passage in index.passages)
+    bm25.cache_clear()
+    ranked = bm25(texts, str(place))("w12 w7")
+
+    def fails(*arguments, **options):
+        raise AssertionError("this was done before")
+
+    monkeypatch.setattr(type(ours.tokenizer), "__call__", fails)
+    monkeypatch.setattr(BM25, "index", fails)
+    bm25.cache_clear()
+    opened = index_documents(place, ours, TEXTS)
+    assert opened.ids == index.ids
+    assert bm25(texts, str(place))("w12 w7") == ranked != []
+    assert_right(opened, opened.load(range(4)))
+    bm25.cache_clear()
+
+
+def test_words_are_counted_anew_if_texts_change_or_their_file_is_damaged(tmp_path):
+    def files():
+        return sorted(tmp_path.glob("words-*.zip"))
+
+    bm25.cache_clear()
+    assert bm25(("one", "two"), str(tmp_path))("two") == [1]
+    (first,) = files()
+    assert bm25(("one", "two", "two"), str(tmp_path))("two") == [1, 2]
+    (second,) = files()
+    assert second != first
+    whole = second.read_bytes()
+    for damaged in (b"", whole[:-9], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
+        second.write_bytes(damaged)
+        bm25.cache_clear()
+        assert bm25(("one", "two", "two"), str(tmp_path))("two") == [1, 2]
+        assert second.read_bytes() != damaged
+    bm25.cache_clear()
+
+
+# --- disks that cannot be written ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[errno.ENOSPC, errno.EROFS])
+def locked(request, monkeypatch):
+    """Function after which no file can be written, and on a read-only disk none removed."""
+
+    def fails(*arguments):
+        raise OSError(request.param, os.strerror(request.param))
+
+    def lock():
+        monkeypatch.setattr(Folder, "write", fails)
+        if request.param == errno.EROFS:
+            monkeypatch.setattr(Folder, "remove", fails)
+
+    return lock
+
+
+def test_what_cannot_be_written_is_answered_from_memory_with_one_warning(tmp_path, locked, caplog):
+    index_documents(tmp_path, encoder(), TEXTS).build()
+    next(tmp_path.glob("*.safetensors")).unlink()
+    before = {path.name for path in tmp_path.iterdir()}
+    locked()
+    index = ChunkIndex(tmp_path, encoder())
+    assert index.build() == BuildReport(encoded=0, found=3, removed=0, left=1)
+    for _ in range(2):
+        assert_right(index)
+        assert index.number(Passage("new", "w40 w41")) == 4
+        assert_right(index)
+        assert bm25(tuple(passage.text for passage in index.passages), str(tmp_path))("w41") == [4]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == index.unsaved
+    assert re.search(
+        r"cannot be written \((No space left|Read-only).*\): what is new stays in memory", index.unsaved[0]
+    )
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_documents_that_cannot_be_written_are_in_memory(tmp_path, locked, caplog):
+    index_documents(tmp_path, encoder(), TEXTS, max_disk=20_000).build()
+    locked()
+    changed = {"0.txt": "w40 w41", "1.txt": DOCUMENTS[1], "new.txt": "w42"}
+    index = index_documents(tmp_path, encoder(), changed, max_disk=20_000)
+    index.build()
+    assert [passage.name for passage in index.refresh().passages] == list(changed)
     assert_right(index)
+    new = index_documents(tmp_path / "new", encoder(), TEXTS)
+    assert new.build() == BuildReport(encoded=0, found=0, removed=0, left=4)
+    assert_right(new)
+    assert len(caplog.records) == 2
+
+
+def test_unreadable_chunks_are_encoded_again(tmp_path, monkeypatch):
+    index = index_documents(tmp_path, encoder(), TEXTS)
+    index.build()
+
+    def fails(*arguments):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ChunkCache, "load", fails)
+    assert_right(index)
+    assert len(index.refused) == 4
+
+
+# --- chunks in memory ------------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_stays_in_memory_as_long_as_there_is_room(tmp_path):

@@ -1,5 +1,7 @@
 """Laws of loading language models: the right dtype, and clear errors."""
 
+from datetime import datetime
+
 import pytest
 import torch
 from tiny_lm import language_model, tokenizer
@@ -113,6 +115,17 @@ def test_models_are_refused_by_their_config_before_weights_are_loaded(config, me
     config.save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path, "cpu", check=check_config)
+
+
+def test_a_chat_template_tells_the_given_date():
+    words = tokenizer()
+    words.chat_template = (  # as in Llama 3.2 and GPT-OSS
+        "{{- bos_token }}{%- macro opening() %}{{ strftime_now('%Y-%m-%d') }}{%- endmacro %}"
+        "{%- if strftime_now is defined %}{%- set today = strftime_now('%d %b %Y') %}{%- endif %}"
+        "{{- ' ' + today + ' ' + opening() + ' ' }}{%- for m in messages %}{{ m['content'] }}{%- endfor %}"
+    )
+    assert chat_frame(words, date="2025-01-02") == ("<s> 02 Jan 2025 2025-01-02 ", "")
+    assert str(datetime.now().year) in chat_frame(words)[0]
 
 
 def test_a_chat_frame_surrounds_the_message_of_the_user():

@@ -11,7 +11,7 @@ __all__ = ["noting", "remedy", "require"]
 EXTRAS = {
     **dict.fromkeys(("typer", "rich", "jinja2", "matplotlib", "PIL", "skimage", "psutil"), "apps"),
     "diffusers": "diffusers",
-    **dict.fromkeys(("transformers", "tokenizers", "bm25s", "fsspec"), "transformers"),
+    **dict.fromkeys(("transformers", "tokenizers", "bm25s", "fsspec", "xxhash"), "transformers"),
     **dict.fromkeys(("accelerate", "peft"), "diffusers,train"),
     "prodigyopt": "train",
     "imageio_ffmpeg": "diffusers,video",

@@ -5,8 +5,23 @@ which of its rows to recompute for a prompt (context.py). A `RowCache` runs thes
 (row_cache.py), whose attention (attention.py) is `foveate.ops.row_attention`.
 """
 
-from foveate.transformers.chunk import ChunkCache
-from foveate.transformers.context import Context, Patched, answers
-from foveate.transformers.encoder import ChunkEncoder
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foveate.transformers.chunk import ChunkCache
+    from foveate.transformers.context import Context, Patched, answers
+    from foveate.transformers.encoder import ChunkEncoder
 
 __all__ = ["ChunkCache", "ChunkEncoder", "Context", "Patched", "answers"]
+
+MODULES = {"ChunkCache": "chunk", "ChunkEncoder": "encoder"} | dict.fromkeys(
+    ("Context", "Patched", "answers"), "context"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, when they are used: transformers takes seconds to import, and not all modules need it."""
+    if name in MODULES:
+        return getattr(import_module(f"foveate.transformers.{MODULES[name]}"), name)
+    raise AttributeError(f"module 'foveate.transformers' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from foveate.transformers.fingerprint import checksum, digest
 from foveate.transformers.model import LanguageModel
 from foveate.utils.files import write_whole
 
-__all__ = ["ChunkCache", "check_fingerprint"]
+__all__ = ["ChunkCache", "check_fingerprint", "differences"]
 
 TENSORS = "keys", "values"
 
@@ -67,9 +67,9 @@ class ChunkCache:
         return (self.stored[name] * scale).to(getattr(torch, self.fingerprint["dtype"].removeprefix("torch.")))
 
     def to_bytes(self) -> bytes:
-        """Content of a safetensors file, with a checksum of each tensor in its header."""
+        """Content of a safetensors file, with a hash of each tensor in its header."""
         tensors = {name: tensor.contiguous() for name, tensor in self.stored.items()}
-        sums = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
         header = {**self.fingerprint, **sums, "text": digest(self.ids.tolist())}
         return save(tensors | {"ids": self.ids.contiguous()}, header)
 
@@ -93,19 +93,20 @@ class ChunkCache:
             OSError: If the file cannot be read.
         """
         try:
-            with safe_open(path, "pt", device=str(encoder.device)) as file:
+            with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a complete chunk file ({error}): encode the document again") from None
         check_fingerprint(f"{path}", header, encoder.fingerprint)
         ids = tensors.pop("ids", torch.empty(0))
-        same = [digest(ids.tolist()), *(str(checksum(tensor)) for tensor in tensors.values())]
+        same = [digest(ids.tolist()), *map(checksum, tensors.values())]
         if not _fits(tensors, ids, encoder) or same != [header.get(name) for name in ("text", *tensors)]:
             raise ValueError(f"the tensors in {path} do not match its header: encode the document again")
         if text is not None and encoder.tokens(text).tolist() != ids.tolist():
             raise ValueError(f"{path} was made from another text: encode the document again")
-        return cls(ids, tensors, dict(encoder.fingerprint))
+        stored = {name: tensor.to(encoder.device) for name, tensor in tensors.items()}
+        return cls(ids.to(encoder.device), stored, dict(encoder.fingerprint))
 
 
 def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
@@ -114,8 +115,13 @@ def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]
     Raises:
         ValueError: If not, with the names of the entries that differ.
     """
-    if names := [name for name in expected if found.get(name) != expected[name]]:
+    if names := differences(found, expected):
         raise ValueError(f"{what} was made with another {', '.join(names)}: encode the document again")
+
+
+def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """Names of the expected entries that differ."""
+    return [name for name in expected if found.get(name) != expected[name]]
 
 
 def _fits(tensors: dict[str, Tensor], ids: Tensor, encoder: LanguageModel) -> bool:

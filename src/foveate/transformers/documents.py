@@ -1,16 +1,19 @@
 """Documents, split into passages."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from foveate.transformers.readers import read_documents
-
-__all__ = ["SEPARATOR", "Passage", "read_documents", "split_documents", "split_text"]
+__all__ = ["SEPARATOR", "Passage", "TokenSpans", "split_documents", "split_text"]
 
 SEPARATOR = "\n\n"
-BOUNDARIES = (r"(?<=\n\n)(?!\n)", r"(?<=[.!?]\s)(?!\s)|(?<=[。\uff01\uff1f\n])", r"(?<=\s)(?!\s)", r"")
-"""Patterns of the places to split at, best first: after a paragraph; a sentence or line; a word; anywhere."""
+PARAGRAPH, SENTENCE = r"(?<=\n\n)(?!\n)", r"(?<=[。\uff01\uff1f\n])|(?<=[.!?]\s)(?!\s)"
+BORDERS = PARAGRAPH, SENTENCE, rf"{SENTENCE}|(?<=\s)(?!\s)"
+"""Patterns of the places to split at, best first: after paragraphs; sentences and lines as well; words as well."""
+
+TokenSpans = Callable[[str], Sequence[tuple[int, int]]]
+"""Function that gives the first character of each token of a text, and the character after its last."""
 
 
 class Passage(NamedTuple):
@@ -25,55 +28,90 @@ class Passage(NamedTuple):
     text: str
 
 
-def split_documents(documents: Mapping[str, str], max_tokens: int, count: Callable[[str], int]) -> list[Passage]:
+def split_documents(documents: Mapping[str, str], max_tokens: int, spans: TokenSpans) -> list[Passage]:
     """Split documents into passages, each followed by an empty line to separate it from the next.
 
     Args:
         documents: Texts by name.
         max_tokens: Largest number of tokens in a passage, including the empty line. 0 keeps documents whole.
-        count: Number of tokens in a text.
+        spans: Tokens of a text.
 
     Raises:
         ValueError: If the empty line alone takes `max_tokens`.
     """
-    if max_tokens and (line := count(SEPARATOR)) >= max_tokens:
+    if max_tokens and (line := len(spans(SEPARATOR))) >= max_tokens:
         raise ValueError(
             f"passages of {max_tokens} tokens have no room for words and an empty line: use {line + 1} or more"
         )
     passages: list[Passage] = []
     for name, text in documents.items():
-        parts = split_text(text, max_tokens, lambda part: count(part.strip() + SEPARATOR)) if max_tokens else [text]
+        parts = split_text(text, max_tokens, spans, SEPARATOR) if max_tokens else [text]
         parts = [part.strip() for part in parts if part.strip()]
         names = [name] if len(parts) == 1 else [f"{name}, part {i}" for i in range(1, len(parts) + 1)]
         passages += [Passage(title, part + SEPARATOR) for title, part in zip(names, parts, strict=True)]
     return passages
 
 
-def split_text(
-    text: str, max_tokens: int, count: Callable[[str], int], boundaries: Sequence[str] = BOUNDARIES
-) -> list[str]:
-    """Split a text into the longest allowed parts. Their concatenation is the text.
+def split_text(text: str, max_tokens: int, spans: TokenSpans, ending: str = "") -> list[str]:
+    r"""Split a text into the longest allowed parts, at the best border before the limit. They join to the text.
+
+    The text is tokenized once, and each part once more, because a part alone may have other tokens: the time is linear
+    in the length of any text.
 
     Args:
         text: Text to split.
-        max_tokens: Largest number of tokens in a part.
-        count: Number of tokens in a text.
-        boundaries: Patterns of the places to split at. Each splits only the parts that earlier patterns left too long.
+        max_tokens: Largest number of tokens in a part without the space around it and with the ending. A character
+            with more tokens is a part of its own.
+        spans: Tokens of a text.
+        ending: Text that will follow each part.
 
     Examples:
-        >>> split_text("One two. Three four five. Six.", 3, lambda text: len(text.split()))
+        >>> split_text("One two. Three four five. Six.", 3, lambda text: [m.span() for m in re.finditer(r"\S+", text)])
         ['One two. ', 'Three four five. ', 'Six.']
     """
-    if not boundaries or count(text) <= max_tokens:
-        return [text]
-    parts = [""]
-    for piece in re.split(boundaries[0], text):
-        if count(parts[-1] + piece) <= max_tokens:
-            parts[-1] += piece
-            continue
-        for part in split_text(piece, max_tokens, count, boundaries[1:]):
-            if count(parts[-1] + part) <= max_tokens:
-                parts[-1] += part
-            else:
-                parts.append(part)
-    return [part for part in parts if part]
+    splitter = _Splitter(text, spans(text))
+    room, parts, start = max(1, max_tokens - len(spans(ending))), list[str](), 0
+    while start < len(text):
+        tokens, less = room, 0
+        part = text[start : splitter.cut(start, tokens)]
+        while tokens > 1 and (excess := len(spans(part.strip() + ending)) - max_tokens) > 0:
+            less = max(2 * less, excess)  # so that few trials suffice
+            tokens = max(tokens // 2, room - less)
+            part = text[start : splitter.cut(start, tokens)]
+        parts.append(part)
+        start += len(part)
+    return parts
+
+
+class _Splitter:
+    """Places to split a text at.
+
+    Args:
+        text: Text to split.
+        spans: First character of each token, and the character after its last.
+    """
+
+    def __init__(self, text: str, spans: Sequence[tuple[int, int]]) -> None:
+        self._end = len(text)
+        self._starts, self._stops = (sorted(span[side] for span in spans) for side in (0, 1))
+        self._borders = [[match.start() for match in re.finditer(kind, text)] for kind in BORDERS]
+
+    def cut(self, start: int, tokens: int) -> int:
+        """End of a part with at most this many tokens, or with one character.
+
+        Of a piece between two borders that is too long for a part, the part takes as much as it can.
+        """
+        limit = self._limit(start, tokens)
+        for borders in self._borders if limit < self._end else ():
+            after = bisect_right(borders, limit)
+            border, following = borders[after - 1] if after else 0, (borders[after : after + 1] or [self._end])[0]
+            if border > start and following <= self._limit(border, tokens):
+                return border
+        return limit
+
+    def _limit(self, start: int, tokens: int) -> int:
+        """First character that no longer belongs to this many tokens."""
+        number = bisect_right(self._stops, start) + tokens
+        if number < len(self._starts) and self._starts[number] <= start:
+            number = bisect_right(self._starts, start)
+        return self._starts[number] if number < len(self._starts) else self._end

@@ -1,8 +1,8 @@
 """Documents and their cached chunks in a folder: encoded once, read on demand."""
 
-import json
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from math import inf
 from pathlib import Path
@@ -11,30 +11,32 @@ from threading import Lock
 from time import time
 from typing import NamedTuple
 
-from foveate.transformers.chunk import ChunkCache
+from foveate.transformers.chunk import ChunkCache, differences
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.folder import Folder
-from foveate.utils.files import slug
+from foveate.transformers.stored_documents import (
+    DOCUMENT,
+    Document,
+    description,
+    document_file,
+    read_index,
+    remove_documents,
+)
 from foveate.utils.progress import Track, silent
 
-__all__ = [
-    "BuildReport",
-    "ChunkIndex",
-    "Document",
-    "index_documents",
-    "index_folder",
-    "read_index",
-    "remove_documents",
-]
+__all__ = ["WORDS", "BuildReport", "ChunkIndex", "index_documents"]
+
+logger = logging.getLogger(__name__)
 
 ABANDONED = 3600
 """Age in seconds from which an incomplete file counts as abandoned."""
 EIGHT_BIT = "-int8.safetensors"
 CHUNK = re.compile(r"[0-9a-f]{32}(-int8)?\.safetensors")
-DOCUMENT = re.compile(r".+-[0-9a-f]{32}\.json")
-INCOMPLETE = re.compile(rf"({CHUNK.pattern}|{DOCUMENT.pattern})\.[0-9a-f]{{32}}\.part")
+WORDS = re.compile(r"words-[0-9a-f]{32}\.zip")
+"""Files that keep the words of all passages, see `foveate.transformers.retrieval.bm25`."""
+INCOMPLETE = re.compile(rf"({CHUNK.pattern}|{DOCUMENT.pattern}|{WORDS.pattern})\.[0-9a-f]{{32}}\.part")
 
 
 class BuildReport(NamedTuple):
@@ -45,7 +47,7 @@ class BuildReport(NamedTuple):
         found: Number of chunks that existed already or were encoded by another process. Files that have lost their end
             are encoded again; other damage is found when a chunk is loaded.
         removed: Number of removed files, whose passages no longer exist.
-        left: Number of chunks that did not fit into `max_disk`. Each is encoded when it is loaded.
+        left: Number of chunks that did not fit into `max_disk` or on the disk. Each is encoded when it is loaded.
     """
 
     encoded: int
@@ -54,46 +56,14 @@ class BuildReport(NamedTuple):
     left: int
 
 
-class Document(NamedTuple):
-    """A document in an index.
-
-    Attributes:
-        name: Name of the document.
-        source: Hash of the text, the model, and the settings of `add`.
-        passages: Passages of the document.
-        files: Chunk files of the passages.
-    """
-
-    name: str
-    source: str
-    passages: list[Passage]
-    files: list[str]
-
-    def to_bytes(self) -> bytes:
-        """Content of the document's file."""
-        return json.dumps([*self, digest(self)], ensure_ascii=False).encode()
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> "Document":
-        """Read a document from the content of its file.
-
-        Raises:
-            ValueError: If the content is damaged.
-        """
-        found = json.loads(content)
-        if not isinstance(found, list) or not found or digest(found[:-1]) != found[-1]:
-            raise ValueError("the content is damaged")
-        name, source, passages, files = found[:-1]
-        return cls(name, source, [Passage(*passage) for passage in passages], files)
-
-
 class ChunkIndex:
     """Documents, split into passages, and the cached chunk of each passage.
 
-    The folder has a JSON file for each document, and a safetensors file for each chunk, named by a hash of the model
-    and the passage's tokens. Documents stay until they are removed. Chunks are a cache: a missing or damaged chunk is
-    encoded again when it is loaded. Hence any number of processes may use and change a folder at a time, and a process
-    may be killed at any time. Other files in the folder are left alone.
+    The folder has a JSON file for each document, with its passages and their tokens, and a safetensors file for each
+    chunk, named by a hash of the model and the passage's tokens. An index belongs to one model and prefix. Documents
+    stay until they are removed. Chunks are a cache: a missing or damaged chunk is encoded again when it is loaded.
+    Hence any number of processes may use and change a folder at a time, and a process may be killed at any time. What
+    cannot be written, because a disk is full or read-only, stays in memory. Other files in the folder are left alone.
 
     Passage numbers do not change, so that threads can use an index while documents are added or removed: `add` and
     `remove` return another index.
@@ -111,25 +81,47 @@ class ChunkIndex:
             systems without access times (S3), the oldest.
         max_memory: Largest size in bytes of the chunks that stay in memory for later calls of `load`; the chunks of
             the last call always stay.
+        date: Date of the encoder's prefix, if a chat template tells it; see `chat_frame`.
+        force: Whether to take over an index of another model: its passages are tokenized and encoded again.
 
     Attributes:
+        made: What the index was made with: "model", its name; "date"; and the encoder's fingerprint.
         documents: Hash of the text and the settings of each document, by name.
         passages: Passages of all documents, by the documents' names.
         ids: Token ids of each passage.
         skipped: Reasons why documents have no passages.
         refused: Reasons why chunks were encoded again.
+        unsaved: Reason why something is only in memory, which is also logged. Empty if the folder can be written.
+
+    Raises:
+        ValueError: If the index was made with another model or prefix.
     """
 
     def __init__(
-        self, place: str | Path, encoder: ChunkEncoder, *, max_disk: float = inf, max_memory: float = 0
+        self,
+        place: str | Path,
+        encoder: ChunkEncoder,
+        *,
+        max_disk: float = inf,
+        max_memory: float = 0,
+        date: str = "",
+        force: bool = False,
     ) -> None:
         self.place, self.encoder, self.max_disk, self.max_memory = place, encoder, max_disk, max_memory
+        self.made = {"model": encoder.name, "date": date, **encoder.fingerprint}
         self.refused: list[str] = []
+        self.unsaved: list[str] = []
+        self._unsaved_documents: dict[str, Document | None] = {}  # by name; None is removed
         self._folder, self._fingerprint = Folder(place), digest(encoder.fingerprint)
         self._loaded: dict[str, ChunkCache] = {}  # least recently used first
         self._growing = Lock()
         self.passages: list[Passage] = []
         self.ids: list[list[int]] = []
+        if force:
+            for document in read_index(self._folder, []):
+                if self._differs(document):
+                    eight_bit = any(file.endswith(EIGHT_BIT) for file in document.files)
+                    self._put(document.name, self._document(document.name, "", document.passages, eight_bit))
         self._read_documents()
 
     # --- documents ---------------------------------------------------------------------------------------------------
@@ -143,7 +135,8 @@ class ChunkIndex:
     ) -> "ChunkIndex":
         """Add documents, replacing documents of the same names; call `build` to encode them.
 
-        The new index lists in `skipped` the documents that the model cannot take.
+        Returns this index if nothing has changed, else a new one. It lists in `skipped` the documents that the model
+        cannot take.
 
         Args:
             documents: Texts by name.
@@ -155,16 +148,15 @@ class ChunkIndex:
         if max_tokens is None:
             max_tokens = self.encoder.passage_tokens
         if not self._folder.files():
-            self._folder.write(".gitignore", b"*\n")
+            self._save(".gitignore", b"*\n")
         sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
         changed = [name for name, source in sources.items() if self.documents.get(name) != source]
         advance = track("splitting documents", len(changed)) if changed else lambda: None
         for name in changed:
-            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.count)
-            files = [self._file(self.encoder.tokens(passage.text).tolist(), eight_bit) for passage in passages]
-            self._folder.write(_file_of(name), Document(name, sources[name], passages, files).to_bytes())
+            passages = split_documents({name: documents[name]}, max_tokens, self.encoder.spans)
+            self._put(name, self._document(name, sources[name], passages, eight_bit))
             advance()
-        return self.refresh()
+        return self.refresh() if changed else self
 
     def remove(self, names: Iterable[str]) -> "ChunkIndex":
         """Remove documents and their chunks; see `remove_documents`. Returns the new index."""
@@ -178,23 +170,45 @@ class ChunkIndex:
         return new
 
     def _read_documents(self) -> None:
-        known = {passage.text: ids for passage, ids in zip(self.passages, self.ids, strict=True)}
         self.documents: dict[str, str] = {}
         self.passages, self.ids, self.skipped = [], [], list[str]()
         self._files: list[str] = []  # chunk of each passage; passages with equal tokens share one
-        for document in read_index(self._folder, self.skipped):
+        found = {document.name: document for document in read_index(self._folder, self.skipped)}
+        found |= self._unsaved_documents
+        for document in (document for _, document in sorted(found.items()) if document):
+            if names := self._differs(document):
+                raise ValueError(
+                    f"{self.place} was made with another {', '.join(names)} ({description(document.made)}): name the "
+                    "model and prefix that it was made with, or another index, or force it to be encoded anew"
+                )
+            self.made = document.made  # with the date of the first
             self.documents[document.name] = document.source
             try:
                 if not document.passages:
                     raise ValueError(f"{document.name} has no text: leave it out")
-                ids = [known.get(passage.text) or self._tokens(passage) for passage in document.passages]
+                for passage, ids in zip(document.passages, document.ids, strict=True):
+                    self._check(passage, ids)
             except ValueError as error:
                 self.skipped.append(str(error))
             else:
                 self.passages += document.passages
-                self.ids += ids
-                eight_bit = any(file.endswith(EIGHT_BIT) for file in document.files)
-                self._files += [self._file(each, eight_bit) for each in ids]
+                self.ids += document.ids
+                self._files += document.files
+
+    def _differs(self, document: Document) -> list[str]:
+        return differences(document.made, self.encoder.fingerprint)
+
+    def _document(self, name: str, source: str, passages: list[Passage], eight_bit: bool) -> Document:
+        ids = [self.encoder.tokens(passage.text).tolist() for passage in passages]
+        return Document(name, source, self.made, passages, ids, [self._file(each, eight_bit) for each in ids])
+
+    def _put(self, name: str, document: Document | None) -> None:
+        """Write the file of a document, or remove it."""
+        file = document_file(name)
+        if self._save(file, document.to_bytes()) if document else self._remove(file):
+            self._unsaved_documents.pop(name, None)
+        else:
+            self._unsaved_documents[name] = document
 
     def number(self, passage: Passage) -> int:
         """Number of the passage with the same tokens, added to the passages if there is none.
@@ -205,7 +219,8 @@ class ChunkIndex:
         Raises:
             ValueError: If the passage has no tokens, or is longer than the model's context.
         """
-        ids = self._tokens(passage)
+        ids = self.encoder.tokens(passage.text).tolist()
+        self._check(passage, ids)
         with self._growing:
             if ids not in self.ids:
                 self._files.append(self._file(ids))
@@ -213,11 +228,10 @@ class ChunkIndex:
                 self.passages.append(passage)
             return self.ids.index(ids)
 
-    def _tokens(self, passage: Passage) -> list[int]:
-        if not (ids := self.encoder.tokens(passage.text).tolist()):
+    def _check(self, passage: Passage, ids: list[int]) -> None:
+        if not ids:
             raise ValueError(f"{passage.name} has no tokens: leave it out")
         self.encoder.check_length(len(self.encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
-        return ids
 
     def _file(self, ids: list[int], eight_bit: bool = False) -> str:
         return digest([self._fingerprint, ids]) + (EIGHT_BIT if eight_bit else ".safetensors")
@@ -242,7 +256,7 @@ class ChunkIndex:
         halves = [file for file in files if INCOMPLETE.fullmatch(file) and self._folder.used(file) < young]
         halves += [file for file, passage in numbers.items() if files.get(file, inf) < self._least_bytes(passage)]
         for file in unused + halves:
-            self._folder.remove(file)
+            self._remove(file)
         self._make_room(0)
         files = self._folder.files()
         missing = [file for file in numbers if file not in files]
@@ -295,7 +309,7 @@ class ChunkIndex:
                 return ChunkCache.load(path, self.encoder, self.ids[passage])
         except FileNotFoundError:
             pass
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             self.refused.append(str(error))
         chunk = self._encode(passage)
         content = chunk.to_bytes()
@@ -309,9 +323,26 @@ class ChunkIndex:
 
     def _write(self, file: str, content: bytes) -> bool:
         """Write the file of a chunk if there is room for it. Returns whether it was written."""
-        if room := self.max_disk == inf or self.nbytes + len(content) <= self.max_disk:
-            self._folder.write(file, content)
-        return room
+        room = self.max_disk == inf or self.nbytes + len(content) <= self.max_disk
+        return room and self._save(file, content)
+
+    def _save(self, file: str, content: bytes) -> bool:
+        return self._try(lambda: self._folder.write(file, content))
+
+    def _remove(self, file: str) -> bool:
+        return self._try(lambda: self._folder.remove(file))
+
+    def _try(self, change: Callable[[], None]) -> bool:
+        """Change the folder if it can be written. Returns whether it was changed."""
+        try:
+            change()
+        except OSError as error:  # a full or read-only disk
+            if not self.unsaved:
+                reason = f"{self.place} cannot be written ({error.strerror or error}): what is new stays in memory"
+                self.unsaved.append(reason)
+                logger.warning(reason)
+            return False
+        return True
 
     def _make_room(self, size: int) -> None:
         """Remove chunks, least recently used first, until a chunk of this size in bytes fits, if possible."""
@@ -321,62 +352,8 @@ class ChunkIndex:
         excess = sum(chunks.values()) + size - self.max_disk
         for file in sorted(chunks, key=self._folder.used) if excess > 0 else ():
             if excess > 0:
-                self._folder.remove(file)
+                self._remove(file)
                 excess -= chunks[file]
-
-
-def _file_of(name: str) -> str:
-    return f"{slug(name)}-{digest(name)}.json"
-
-
-def read_index(place: Folder | str | Path, damaged: list[str]) -> list[Document]:
-    """Documents of an index, by name.
-
-    Args:
-        place: Folder or URL of the index.
-        damaged: List that receives the reasons why documents are left out.
-    """
-    folder = place if isinstance(place, Folder) else Folder(place)
-    documents: list[Document] = []
-    for file in filter(DOCUMENT.fullmatch, folder.files()):
-        try:
-            documents.append(Document.from_bytes(folder.read(file)))
-        except FileNotFoundError:  # another process has just removed it
-            pass
-        except ValueError:
-            damaged.append(f"{file} in {folder.root} is damaged: add its document again, or delete the file")
-    return sorted(documents)
-
-
-def remove_documents(place: str | Path, names: Iterable[str]) -> None:
-    """Remove documents and their chunks from an index. This needs no model.
-
-    Raises:
-        ValueError: If a document does not exist; then nothing is removed.
-    """
-    folder, names = Folder(place), set(names)
-    documents, files = read_index(folder, []), folder.files()
-    if unknown := sorted(name for name in names if _file_of(name) not in files):
-        raise ValueError(
-            f"{place} has no document {unknown[0]}: it has {', '.join(each.name for each in documents) or 'none'}"
-        )
-    for name in names:
-        folder.remove(_file_of(name))
-    kept = {file for document in documents if document.name not in names for file in document.files}
-    for file in {file for document in documents for file in document.files} - kept:
-        folder.remove(file)
-
-
-def index_folder(documents: Path, model: str) -> Path:
-    """Folder of a model's index of a folder of documents. Models in different folders of equal name do not share it.
-
-    Args:
-        documents: Folder of documents.
-        model: Folder or hub id; empty for the built-in reader.
-    """
-    path = Path(model).resolve()
-    name = f"{slug(path.name)}-{digest(str(path) if path.exists() else model)[:8]}" if model else "built-in"
-    return documents / ".foveate" / name
 
 
 def index_documents(
@@ -388,14 +365,16 @@ def index_documents(
     *,
     max_disk: float = inf,
     max_memory: float = 0,
+    date: str = "",
+    force: bool = False,
     track: Track = silent,
 ) -> ChunkIndex:
     """An index of exactly these documents; other documents are removed from its folder. Call `build` to encode them.
 
     See `ChunkIndex` and `ChunkIndex.add` for the arguments.
     """
-    index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory)
+    index = ChunkIndex(place, encoder, max_disk=max_disk, max_memory=max_memory, date=date, force=force)
     index = index.add(documents, max_tokens, eight_bit, track)
-    for name in index.documents.keys() - documents.keys():
-        index._folder.remove(_file_of(name))
-    return index.refresh()
+    for name in (gone := index.documents.keys() - documents.keys()):
+        index._put(name, None)
+    return index.refresh() if gone else index

@@ -1,8 +1,10 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Causal language models: loading, checks that cached chunks are supported, and generation."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -112,13 +114,14 @@ def _unloadable(model: str | Path, error: Exception) -> ValueError:
     return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
 
 
-def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
+def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tuple[str, str]:
     """Texts before and after a user's message, up to the model's answer.
 
     Args:
         tokenizer: Tokenizer, with its chat template.
         chat: Whether to use the chat template. None uses it if there is one. Without it the text before is the
             start-of-text token, and the text after is empty.
+        date: ISO date that a chat template tells the model; empty is today's. Cached chunks need the same every day.
 
     Raises:
         ValueError: If there is no chat template, or it rejects or changes the user's message.
@@ -128,9 +131,12 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: leave chat out, or name a chat model")
     message = {"role": "user", "content": USER_TEXT}
+    template = tokenizer.get_chat_template()
+    if date:
+        template = _dated(template, datetime.fromisoformat(date))
     try:
         text = tokenizer.apply_chat_template(
-            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
+            [message], chat_template=template, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
@@ -143,6 +149,13 @@ def chat_frame(tokenizer: Any, chat: bool | None = None) -> tuple[str, str]:
         )
     before, after = text.split(USER_TEXT)
     return before, after
+
+
+def _dated(template: str, day: datetime) -> str:
+    """The chat template with a macro in place of the function `strftime_now`, which tells today's date."""
+    codes = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdeHIjmMpSuUwWxXyYZ"))
+    replaced = "".join(f"|replace({code!r}, {day.strftime(code)!r})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{template}"
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
@@ -246,6 +259,11 @@ class LanguageModel:
         self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
 
     @property
+    def name(self) -> str:
+        """Folder or hub id of the model, or its class if it was not loaded."""
+        return self.model.name_or_path or type(self.model).__name__
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.model.device
@@ -265,10 +283,6 @@ class LanguageModel:
         """Default largest number of tokens in a passage: 512, or a quarter of the model's context if smaller."""
         return min(512, self.model.config.max_position_embeddings // 4)
 
-    def count(self, text: str) -> int:
-        """Number of tokens in a text."""
-        return len(self._safe.text(text))
-
     def fill(self, template: str, texts: Mapping[str, str] | None = None) -> list[int]:
         """Token ids of a template with texts in its places. Control tokens come from the template, never from a text.
 
@@ -282,6 +296,16 @@ class LanguageModel:
             texts: Text of each place, by what marks the place in the template.
         """
         return self._safe.fill(template, texts or {})
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """First character of each token of a text, and the character after its last, to split the text at.
+
+        A tokenizer that is not fast gives no characters: then those of words, cut into pieces of 8, for all tokens.
+        """
+        if self.tokenizer.is_fast:
+            return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+        words = re.finditer(r"\s*\S{1,8}|\s+", text)
+        return [word.span() for word in words for _ in self.tokenizer(word[0], add_special_tokens=False).input_ids]
 
     def tokens(self, text: Text) -> Int[Tensor, "tokens"]:
         """Token ids of a text, without control tokens: their names stay text. Token ids are returned unchanged.

@@ -4,17 +4,25 @@
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from io import BytesIO
 from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 from unicodedata import normalize
+from zipfile import ZipFile
 
 import bm25s
+from xxhash import xxh3_128
 
 from foveate.transformers.documents import SEPARATOR, Passage
 from foveate.transformers.embeddings import sentence_embeddings
-from foveate.transformers.index import ChunkIndex
+from foveate.transformers.fingerprint import digest
+from foveate.transformers.folder import Folder
+from foveate.transformers.index import WORDS, ChunkIndex
 
 __all__ = ["bm25", "by_meaning", "choose", "passage_of", "words_of"]
 
@@ -44,7 +52,8 @@ def _rank(index: ChunkIndex, question: str, embed: str) -> list[int]:
     if not index.passages:
         raise ValueError("the index has no passages: add at least one")
     texts = tuple(passage.text for passage in index.passages)
-    return (by_meaning(texts, embed) if embed else bm25(texts))(question) or list(range(len(texts)))
+    ranking = by_meaning(texts, embed) if embed else bm25(texts, str(index.place))
+    return ranking(question) or list(range(len(texts)))
 
 
 def _resolve(index: ChunkIndex, question: str, passages: Any) -> list[int]:
@@ -79,17 +88,25 @@ def _fit(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
 
 
 @lru_cache(maxsize=4)
-def bm25(texts: tuple[str, ...]) -> Ranking:
+def bm25(texts: tuple[str, ...], place: str = "") -> Ranking:
     """Ranking by the words that a text shares with the question (BM25 as in Lucene, k1 = 1.5, b = 0.75).
 
     Texts without a word of the question are left out. Case and Unicode form of words are ignored. There is no stemming
     and no list of stop words.
+
+    Args:
+        texts: Texts to rank.
+        place: Folder or URL of an index, which keeps the words of its texts. Empty keeps nothing.
     """
-    bags = [words_of(text) for text in texts]
-    if not any(bags):
-        return lambda question: []
-    model = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
-    model.index(bags, show_progress=False)
+    file = f"words-{digest([WORD.pattern, bm25s.__version__, texts])}.zip"
+    model = _kept_words(Folder(place), file) if place else None
+    if model is None:
+        if not any(bags := [words_of(text) for text in texts]):
+            return lambda question: []
+        model = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
+        model.index(bags, show_progress=False)
+        if place:
+            _keep_words(Folder(place), file, model)
 
     def rank(question: str) -> list[int]:
         words = list(dict.fromkeys(words_of(question)))
@@ -97,6 +114,29 @@ def bm25(texts: tuple[str, ...]) -> Ranking:
         return sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -scores[i])
 
     return rank
+
+
+def _kept_words(folder: Folder, file: str) -> bm25s.BM25 | None:
+    """Words of texts that a folder keeps; None if it does not, or the file is damaged."""
+    with suppress(OSError), TemporaryDirectory() as place:
+        content = folder.read(file)
+        if content[:16] == xxh3_128(content[16:]).digest():
+            ZipFile(BytesIO(content[16:])).extractall(place)
+            return bm25s.BM25.load(place, show_progress=False)
+    return None
+
+
+def _keep_words(folder: Folder, file: str, model: bm25s.BM25) -> None:
+    """Write the words of texts into a folder in place of others, if the disk has room."""
+    content = BytesIO()
+    with suppress(OSError), TemporaryDirectory() as place:
+        model.save(place, show_progress=False)
+        with ZipFile(content, "w") as archive:
+            for path in sorted(Path(place).iterdir()):
+                archive.write(path, path.name)
+        for other in filter(WORDS.fullmatch, folder.files()):
+            folder.remove(other)
+        folder.write(file, xxh3_128(content.getvalue()).digest() + content.getvalue())
 
 
 def words_of(text: str) -> list[str]:

@@ -1,8 +1,11 @@
 """Laws of `foveate rag`, tried as a user would."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +14,12 @@ from tiny_lm import DOCUMENTS, language_model, tokenizer
 from typer.testing import CliRunner
 
 from foveate import InfoFlowKV
-from foveate.apps.cli import app
+from foveate.apps.cli import app, rag_index
 from foveate.apps.cli import rag as rag_command
 from foveate.apps.cli.rag_index import bytes_of
-from foveate.transformers import ChunkEncoder, rag
+from foveate.transformers import ChunkEncoder, folder, rag
 from foveate.transformers.model import FAMILIES
+from foveate.transformers.stored_documents import first_document
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +228,75 @@ def test_an_index_is_made_changed_and_asked_without_its_folder(model, tmp_path):
     missing = CliRunner().invoke(app, ["rag", "remove", "index", "none.txt"])
     assert missing.exit_code == 2
     assert "has no document none.txt: it has" in said(missing)
+
+
+def test_another_model_is_refused_unless_forced(model, tmp_path):
+    assert run(model, "w3", "--index", "index").exit_code == 0
+    before = {path.name for path in (tmp_path / "index").iterdir()}
+    refused = run(model, "w3", "--index", "index", "--prefix", "w42")
+    assert refused.exit_code == 2
+    assert f"error: index was made with another prefix ({model}, float32, " in said(refused)
+    assert {path.name for path in (tmp_path / "index").iterdir()} >= before
+    for command in (["index", "notes", "--index", "index"], ["add", "index", "notes/0.txt"], ["ask", "index", "w3"]):
+        ours = ["rag", *command, "--model", str(model), "--device", "cpu", "--dtype", "bfloat16"]
+        assert "made with another weights, dtype" in said(CliRunner().invoke(app, ours))
+    assert "4 encoded, 0 found, 4 removed" in said(run(model, "w3", "--index", "index", "--prefix", "w42", "--force"))
+    told = CliRunner().invoke(app, ["rag", "info", "index"])
+    assert f"encoded by {model}, float32, 20" in told.output
+
+
+def test_an_index_whose_chat_template_tells_the_date_lasts(model, tmp_path, monkeypatch):
+    words, chat = tokenizer(), tmp_path / "chat"
+    words.chat_template = "<s> {{ strftime_now('w%d') }} {% for m in messages %}{{ m['content'] }}{% endfor %} w41"
+    language_model("qwen3", dtype=torch.float32).save_pretrained(chat)
+    words.save_pretrained(chat)
+    answers = []
+    for day in (28, 29):
+        monkeypatch.setattr(rag_index, "datetime", SimpleNamespace(now=lambda zone, day=day: datetime(2025, 1, day)))
+        result = run(chat, "w3")
+        assert ("4 encoded, 0 found" if day == 28 else "0 encoded, 4 found") in said(result)
+        answers.append(result.stdout.splitlines()[1])
+        (tmp_path / "new.txt").write_text("w40")
+        place = str(next((tmp_path / "notes" / ".foveate").iterdir()))
+        added = CliRunner().invoke(app, ["rag", "add", place, "new.txt", "--model", str(chat), "--device", "cpu"])
+        assert "1 encoded, 4 found" in said(added)
+    assert answers[0] == answers[1]
+    assert "2025-01-28" in CliRunner().invoke(app, ["rag", "info", place]).output
+    assert first_document(place).made["date"] == "2025-01-28"
+
+
+@pytest.mark.parametrize("kind", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_gives_the_answer(model, tmp_path, monkeypatch, caplog, kind):
+    answer = run(model, "w3 w5").stdout.splitlines()[1]
+    next((tmp_path / "notes").rglob("*.safetensors")).unlink()
+
+    def fails(path, content):
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr(folder, "write_whole", fails)
+    monkeypatch.setattr(rag_command, "write_whole", fails)
+    result = run(model, "w3 w5")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1] == answer
+    assert "0 encoded, 3 found, 0 removed, 1 left out on the disk" in said(result)
+    assert f"cannot write the page rag.html: {os.strerror(kind)}" in said(result)
+    assert [record for record in caplog.messages if "cannot be written" in record] == caplog.messages[:1]
+    indexing = CliRunner().invoke(app, ["rag", "index", "notes", "--model", str(model), "--device", "cpu"])
+    assert indexing.exit_code == 2
+    assert "error: the index is incomplete" in said(indexing)
+
+
+def test_info_and_remove_import_no_transformers_library(model, tmp_path):
+    assert run(model, "--index", "index", input="").exit_code == 0
+    script = """
+import sys
+from typer.testing import CliRunner
+from foveate.apps.cli import app
+for command in (["info", "index"], ["remove", "index", "0.txt"]):
+    assert CliRunner().invoke(app, ["rag", *command]).exit_code == 0
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.slow

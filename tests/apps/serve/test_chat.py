@@ -22,9 +22,9 @@ from foveate.apps.serve.answerer import Answerer, Completion, Message, PendingQu
 from foveate.apps.serve.chat import local_chat_app
 from foveate.apps.serve.http import free_port
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
 from foveate.transformers.model import chat_frame, load_model
+from foveate.transformers.readers import read_documents
 from foveate.transformers.retrieval import choose
 from foveate_models import find
 

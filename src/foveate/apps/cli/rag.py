@@ -17,6 +17,7 @@ from foveate.apps.cli.rag_index import (
     Chat,
     Chunk,
     EightBit,
+    Force,
     Index,
     MaxDisk,
     MaxMemory,
@@ -107,6 +108,7 @@ def rag(
     eight_bit: EightBit = False,
     max_disk: MaxDisk = "",
     max_memory: MaxMemory = "0",
+    force: Force = False,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("rag.html"),
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -129,8 +131,9 @@ def rag(
     of the methods: how many of the known answers are right (the answer contains one, word for word), mean divergence
     from the full prefill, and median time.
 
-    Unchanged passages are never encoded again, and an interrupted run resumes. An index belongs to one folder, model
-    and --chunk; its unused files are removed. It is large: 128 KiB for each token with a model like Llama-3.1-8B.
+    Unchanged passages are never encoded again, and an interrupted run resumes. An index belongs to one folder and
+    model, and another model is refused; its unused files are removed. It is large: 128 KiB for each token with a model
+    like Llama-3.1-8B.
     """
     methods = recompute_methods(method, recompute, options_of(option), compare)
     check_prompt(prompt)
@@ -141,9 +144,10 @@ def rag(
     from foveate.transformers.rag import ask, runs
 
     (chunks,), encoder, before, after = open_indexes(
-        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype
+        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype, force
     )
-    texts = [passage.text for passage in chunks.passages]
+    unknown = encoder.tokenizer.unk_token_id
+    texts = [passage.text for passage, ids in zip(chunks.passages, chunks.ids, strict=True) if unknown in ids]
     warn_unknown_words(model, encoder.tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
     settings = {
         "model": model or "the built-in reader",
@@ -166,9 +170,17 @@ def rag(
             print_refused(chunks)
             if new := replies[earlier:]:
                 _print_replies(new, chunks)
-                write_whole(out, reply_page(chunks, replies, settings).encode())
-                console.print("open the page in a browser:")
-                print(out.resolve())
+                _write_page(out, reply_page(chunks, replies, settings))
+
+
+def _write_page(out: Path, page: str) -> None:
+    try:
+        write_whole(out, page.encode())
+    except OSError as error:  # the answers are printed already
+        console.print(f"cannot write the page {out}: {error.strerror}", markup=False)
+    else:
+        console.print("open the page in a browser:")
+        print(out.resolve())
 
 
 def check_prompt(prompt: str) -> None:

@@ -14,7 +14,7 @@ from foveate.apps.cli.common import LanguageModel, open_reader, print_table
 from foveate.apps.console import Device, Dtype, clear_errors, console, join_processes, progress
 
 __all__ = [
-    "Chat", "Chunk", "EightBit", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
+    "Chat", "Chunk", "EightBit", "Force", "Index", "MaxDisk", "MaxMemory", "Place", "Prefix", "Source",
     "add", "index", "info", "open_indexes", "print_refused", "remove",
 ]  # fmt: skip
 
@@ -51,6 +51,9 @@ EightBit = Annotated[
     bool,
     typer.Option("--eight-bit", help="Store keys and values as 8-bit integers: half the size, errors of about 0.5 %."),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Encode an index anew that was made with another model, dtype or prefix.")
+]
 MaxDisk = Annotated[
     str,
     typer.Option(
@@ -73,6 +76,7 @@ def index(
     max_disk: MaxDisk = "",
     prefix: Prefix = "",
     chat: Chat = None,
+    force: Force = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -85,7 +89,10 @@ def index(
     The second command divides the work over all GPUs. Commands on several hosts may share an index and divide its work
     too. An interrupted command resumes, and only new or changed documents are encoded.
     """
-    open_indexes([str(folder)], model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype)
+    (chunks,), *_ = open_indexes(
+        [str(folder)], model, index, chunk, eight_bit, max_disk, "0", prefix, chat, device, dtype, force
+    )
+    _check_saved(chunks)
 
 
 @clear_errors
@@ -98,6 +105,7 @@ def add(
     max_disk: MaxDisk = "",
     prefix: Prefix = "",
     chat: Chat = None,
+    force: Force = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -110,6 +118,7 @@ def add(
     """
     from foveate.transformers.index import ChunkIndex
     from foveate.transformers.readers import SUFFIXES, read_documents
+    from foveate.transformers.stored_documents import date_of
 
     if any(path.suffix.lower() in {*SUFFIXES} - {".json"} for path in Path(place).rglob("*")):
         raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
@@ -117,10 +126,13 @@ def add(
     for path in documents:
         read = read_documents(path, skipped, ignored)
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
-    encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype)
+    date = date_of(place)
+    encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype, date)
     with progress() as track:
-        chunks = ChunkIndex(place, encoder, max_disk=limit).add(texts, chunk, eight_bit, track)
+        chunks = ChunkIndex(place, encoder, max_disk=limit, date=date, force=force)
+        chunks = chunks.add(texts, chunk, eight_bit, track)
     _build(chunks, skipped, ignored)
+    _check_saved(chunks)
 
 
 @clear_errors
@@ -128,7 +140,7 @@ def remove(
     place: Place, documents: Annotated[list[str], typer.Argument(help="Names of documents, as `info` prints them.")]
 ) -> None:
     """Remove documents and their encoded passages from an index."""
-    from foveate.transformers.index import remove_documents
+    from foveate.transformers.stored_documents import remove_documents
 
     remove_documents(place, documents)
     console.print(f"removed {len(documents)} documents from {place}")
@@ -136,9 +148,9 @@ def remove(
 
 @clear_errors
 def info(place: Place) -> None:
-    """Print the documents of an index, and how many of their passages are encoded."""
+    """Print the model and the documents of an index, and how many of their passages are encoded."""
     from foveate.transformers.folder import Folder
-    from foveate.transformers.index import read_index
+    from foveate.transformers.stored_documents import description, read_index
 
     damaged: list[str] = []
     documents, files = read_index(place, damaged), Folder(place).files()
@@ -150,6 +162,8 @@ def info(place: Place) -> None:
     }
     used = {file for document in documents for file in document.files} & files.keys()
     size = sum(files[file] for file in used) / 2**20
+    for model in {description(document.made): 1 for document in documents}:
+        print(f"encoded by {model}")
     print_table(rows, "document", "encoded passages", title=f"{len(rows)} documents, {size:.1f} MiB")
     _print_skipped(damaged)
 
@@ -166,39 +180,44 @@ def open_indexes(
     chat: bool | None,
     device: str,
     dtype: str,
+    force: bool = False,
 ) -> tuple[list[Any], Any, str, str]:
     """Open the index of each folder; returns the indexes, their encoder, and the texts before and after the passages.
 
     A folder of documents is encoded, divided among processes that were launched together. An existing index is opened
     unchanged. The arguments are the options of the commands.
     """
-    from foveate.transformers.index import ChunkIndex, index_documents, index_folder, read_index
     from foveate.transformers.readers import read_documents
+    from foveate.transformers.stored_documents import date_of, first_document, index_folder
 
-    limits = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
+    options: dict[str, Any] = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
     sources: list[tuple[str, dict[str, str], list[str], Counter[str]]] = []
     for folder in folders:  # before the model is loaded
         if Path(folder).is_file():
             raise ValueError(f"{folder} is a file: name its folder")
         skipped, ignored = list[str](), Counter[str]()
-        stored = bool(read_index(folder, skipped))
-        documents = {} if stored else read_documents(Path(folder), skipped, ignored)
-        sources.append((folder, documents, skipped, ignored))
-    encoder, before, after = _open_encoder(model, prefix, chat, device, dtype)
+        documents = {} if first_document(folder) else read_documents(Path(folder), skipped, ignored)
+        where = str(index or index_folder(Path(folder), model)) if documents else folder
+        sources.append((where, documents, skipped, ignored))
+    options |= {"date": date_of(*(where for where, *_ in sources)), "force": force}
+    encoder, before, after = _open_encoder(model, prefix, chat, device, dtype, options["date"])
+    from foveate.transformers.index import ChunkIndex, index_documents
+
     indexes: list[Any] = []
-    for folder, documents, skipped, ignored in sources:
+    for where, documents, skipped, ignored in sources:
         if documents:
-            where = index or index_folder(Path(folder), model)
             with progress() as track:
-                indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **limits, track=track))
+                indexes.append(index_documents(where, encoder, documents, chunk, eight_bit, **options, track=track))
             _build(indexes[-1], skipped, ignored)
         else:
-            indexes.append(ChunkIndex(folder, encoder, **limits))
+            indexes.append(ChunkIndex(where, encoder, **options))
             _print_skipped(indexes[-1].skipped)
     return indexes, encoder, before, after
 
 
-def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype: str) -> tuple[Any, str, str]:
+def _open_encoder(
+    model: str, prefix: str, chat: bool | None, device: str, dtype: str, date: str
+) -> tuple[Any, str, str]:
     """An encoder on this process's device, and the texts before and after the passages."""
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.model import chat_frame, check_config
@@ -206,7 +225,7 @@ def _open_encoder(model: str, prefix: str, chat: bool | None, device: str, dtype
     if "LOCAL_RANK" in os.environ:
         _, device = join_processes(device)
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
-    before, after = chat_frame(tokenizer, chat)
+    before, after = chat_frame(tokenizer, chat, date)
     return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
 
 
@@ -226,12 +245,18 @@ def _build(chunks: Any, skipped: Sequence[str], ignored: Counter[str]) -> None:
         from accelerate.utils import gather_object
 
         encoded = sum(gather_object([encoded]))  # waits for all
-    left = f", {built.left} left out for --max-disk" if built.left else ""
+    why = "on the disk" if chunks.unsaved else "for --max-disk"
+    left = f", {built.left} left out {why}" if built.left else ""
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
         f"{max(0, done - encoded)} found, {built.removed} removed{left}; "
         f"{chunks.nbytes / 2**20:.1f} MiB in {chunks.place}"
     )
+
+
+def _check_saved(chunks: Any) -> None:
+    if chunks.unsaved:
+        raise ValueError(f"the index is incomplete: {chunks.unsaved[0]}; make room and run the command again")
 
 
 def _print_skipped(reasons: Sequence[str]) -> None:

@@ -248,7 +248,7 @@ class Answerer:
         passages = split_documents(
             {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
             self._passage_tokens,
-            self.encoder.count,
+            self.encoder.spans,
         )
         ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
         self.encoder.check_length(

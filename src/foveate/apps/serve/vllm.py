@@ -27,9 +27,10 @@ from foveate.methods import recompute_policy_from_text
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import digest
-from foveate.transformers.index import ChunkIndex, read_index
+from foveate.transformers.index import ChunkIndex
 from foveate.transformers.known_prompt import KnownPrompt, PromptMatcher, paged_slots
 from foveate.transformers.model import chat_frame, check_config, load_model
+from foveate.transformers.stored_documents import first_document, read_index
 from foveate.utils.device import dtype_name
 
 __all__ = ["FoveateConnector"]
@@ -77,7 +78,8 @@ class FoveateConnector(KVConnectorBase_V1):
         self._check(vllm_config, kv_cache_config)
         self._model, self._block_size = vllm_config.model_config, vllm_config.cache_config.block_size
         tokenizer: Any = AutoTokenizer.from_pretrained(self._model.model)
-        self._prefix = chat_frame(tokenizer, chat)[0] + prefix
+        first = first_document(self._place)
+        self._prefix = chat_frame(tokenizer, chat, first.made["date"] if first else "")[0] + prefix
         if role == KVConnectorRole.SCHEDULER:
             self._matcher = self._new_matcher(tokenizer)
             self._prompts: dict[str, KnownPrompt] = {}  # of unfinished requests

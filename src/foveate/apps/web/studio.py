@@ -27,10 +27,11 @@ from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per
 from foveate.pipelines.steps import Call, record_step, recording
 from foveate.plots.figures import draw_attention, draw_tiles
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.index import index_documents, index_folder
+from foveate.transformers.index import index_documents
 from foveate.transformers.model import chat_frame, unknown_words
 from foveate.transformers.rag import Reply, ask, runs
 from foveate.transformers.readers import describe_ignored, read_documents
+from foveate.transformers.stored_documents import date_of, index_folder
 from foveate.tuning.attention_map import attention_layers, attention_map
 from foveate.tuning.similarity import psnr, ssim
 from foveate.utils.files import slug
@@ -291,9 +292,10 @@ class Studio:
                 self._reader = None
                 self._reader = name, *self.commands.open_reader(name)
             _, language_model, tokenizer = self._reader
-            before, after = chat_frame(tokenizer, None)
+            place = index_folder(folder, name)
+            before, after = chat_frame(tokenizer, date=(date := date_of(place)))
             encoder = ChunkEncoder(language_model, tokenizer, before)
-            index = index_documents(index_folder(folder, name), encoder, documents)
+            index = index_documents(place, encoder, documents, date=date)
             index.build(track)
             advance = track("answering", runs(methods))
             reply = ask(index, asked.question, methods, prompt=PROMPT + after, advance=advance)
