@@ -40,6 +40,12 @@ class Folder:
             raise OSError(f"cannot read {self.fs.unstrip_protocol(self.root)}: {error}") from error
         return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
 
+    def stamp(self) -> object:
+        """A value that changes whenever a file is added, replaced or removed."""
+        with suppress(FileNotFoundError):
+            return os.stat(self.root).st_mtime_ns if self._is_local else str(self.fs.ls(self.root, detail=True))
+        return None
+
     def exists(self, name: str) -> bool:
         """Whether there is a file of this name."""
         return self.fs.exists(self._path(name))

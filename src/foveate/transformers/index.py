@@ -176,7 +176,13 @@ class ChunkIndex:
         new._read_documents()
         return new
 
+    @property
+    def changed(self) -> bool:
+        """Whether the folder has changed since the documents were read; `refresh` reads them again."""
+        return self._folder.stamp() != self._stamp
+
     def _read_documents(self) -> None:
+        self._stamp = self._folder.stamp()
         known = {passage.text: ids for passage, ids in zip(self.passages, self.ids, strict=True)}
         self.documents: dict[str, str] = {}
         self.passages, self.ids, self.skipped = [], [], list[str]()
