@@ -204,7 +204,8 @@ class RowCache(Cache):
     def advance(self, ids: Int[Tensor, "batch 1"]) -> None:
         """Append a token to each context, as the end of its prompt."""
         self._prompted = self.append(ids.to(self.keys.device))
-        self._ends = self._lengths.flatten().tolist()
+        more = self.length - max(self._ends)
+        self._ends = [end + more for end in self._ends]
         self._contexts = [end - 1 for end in self._ends]
         self.rewind()
 

@@ -13,13 +13,17 @@ import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
 from foveate import InfoFlowKV
 from foveate.apps.demo.examples import write_examples
-from foveate.apps.serve.answerer import Answerer, Completion, Message, PendingQuestion, _Sample
+from foveate.apps.serve import batch
+from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.batch import _Sample
 from foveate.apps.serve.chat import local_chat_app
+from foveate.apps.serve.completion import Completion, Message
 from foveate.apps.serve.http import free_port
+from foveate.apps.serve.question_queue import PendingQuestion
+from foveate.apps.serve.server import Server
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
 from foveate.transformers.index import index_documents
@@ -28,22 +32,24 @@ from foveate.transformers.retrieval import choose
 from foveate_models import find
 
 PROMPT = "Question: {question}\nAnswer:"
-SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
+SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8, "batch": 2}
 
 
 @contextmanager
 def serving(reader, **limits):
     """The address of a service."""
-    app = local_chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
+    app = local_chat_app(reader, "reader", **{"key": "secret", "queue": 6, "timeout": 60.0} | limits)
     port = free_port("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
+    server = Server(app, "127.0.0.1", port)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_a_seed_gives_the_same_sample_and_samples_follow_the_distribution(ask):
     ]
     assert sampled[0] == sampled[1]
     assert len(set(sampled)) > 1
-    logits, draw = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), _Sample(0.5, 0.97, 0)
+    logits, draw = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), _Sample(completion("a", temperature=0.5, top_p=0.97, seed=0))
     counts = Counter(int(draw(None, logits).argmax()) for _ in range(4000))
     expected = (logits[0, :3] / 0.5).softmax(0)[1:]  # the others are less than 3 % together
     assert counts.keys() == {1, 2}
@@ -163,8 +169,27 @@ def test_conversations_are_those_of_the_chat_template_with_the_passages_first(re
             reader._text_after([Message(role=role, content="a") for role in wrong])
 
 
+def answered(reader, questions):
+    """Answer questions that wait at the same time."""
+    waiting = [question for question in questions if prepared(reader, question)]
+    reader.answer(lambda fits: waiting.pop(0) if waiting and fits(waiting[0]) else None)
+
+
+def prepared(reader, question):
+    try:
+        reader.prepare(question)
+    except ValueError as error:
+        question.finish(error)
+        return False
+    return True
+
+
+def completion(text, **options):
+    return Completion(messages=[Message(role="user", content=text)], **options)
+
+
 def question(text, emit=lambda text: None, **options):
-    return PendingQuestion(Completion(messages=[Message(role="user", content=text)], **options), emit)
+    return PendingQuestion(completion(text, **options), emit)
 
 
 def test_questions_that_are_answered_together_get_the_answers_of_each_alone(reader, texts):
@@ -176,15 +201,15 @@ def test_questions_that_are_answered_together_get_the_answers_of_each_alone(read
     asked = [(text, options) for text, options in zip([*questions] * 2, given, strict=True)]
     alone, said = [], [[] for _ in asked]
     for text, options in asked:
-        reader.answer([single := question(text, **options)])
+        answered(reader, [single := question(text, **options)])
         alone.append(single.outcome.result())
     together = [question(text, pieces.append, **options) for (text, options), pieces in zip(asked, said, strict=True)]
-    refused = question("too long", max_tokens=9)
-    reader.answer([*together[:3], refused, *together[3:]])
+    refused = question("too long", index="nothing")
+    answered(reader, [*together[:3], refused, *together[3:]])
     assert [each.outcome.result() for each in together] == alone
     assert ["".join(pieces) for pieces in said] == [outcome.text for outcome in alone]
     assert len({outcome.completion for outcome in alone}) > 1
-    with pytest.raises(ValueError, match="max_tokens=9"):
+    with pytest.raises(ValueError, match="there are these: facts"):
         refused.outcome.result()
 
 
@@ -193,28 +218,32 @@ def test_a_broken_question_ends_alone(reader, texts, monkeypatch):
     (text, right), *_ = questions.items()
     monkeypatch.setattr(reader.indexes["facts"], "load", lambda numbers: 1 / 0)
     asked = [question(text), question(text, documents=[*documents.values()])]
-    reader.answer(asked)
+    answered(reader, asked)
     with pytest.raises(ZeroDivisionError):
         asked[0].outcome.result()
     assert asked[1].outcome.result().text == right
 
 
-def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
+def test_an_answer_joins_only_where_the_longest_text_and_the_longest_answer_fit_together(reader, texts, monkeypatch):
     documents, (text, *_), _ = texts
     short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}
-    readings = [reader._prepare(question(text, **options)) for options in (long, short, short, long)]
-    assert reader._grouped(readings) == [readings]
-    config, tokens = reader.encoder.model.config, len(readings[0].context) + len(readings[0].prompt)
-    monkeypatch.setattr(config, "max_position_embeddings", tokens + 1)
-    assert reader._grouped(readings) == [readings[:1], readings[1:3], readings[3:]]
-    reader.answer(asked := [each.question for each in readings])
+    asked = [question(text, **options) for options in (long, short, short, long)]
+    assert all(prepared(reader, each) for each in asked)
+    sizes = [each.prepared.tokens for each in asked]
+    batches, patch = [], batch.patch_batch
+    monkeypatch.setattr(
+        batch, "patch_batch", lambda some, *more, **how: batches.append(len(some)) or patch(some, *more, **how)
+    )
+    monkeypatch.setattr(reader.encoder.model.config, "max_position_embeddings", max(sizes) + 1)
+    answered(reader, asked)
     assert all(each.outcome.result().completion for each in asked)
+    assert batches == [1, 2, 1]
 
 
 def test_a_model_without_an_end_token_answers_one_question_at_a_time(reader, texts, monkeypatch):
     _, (text, *_), _ = texts
     monkeypatch.setattr(reader.encoder.model.generation_config, "eos_token_id", None)
-    reader.answer(asked := [question(text), question(text, max_tokens=1)])
+    answered(reader, asked := [question(text), question(text, max_tokens=1)])
     assert [each.outcome.result().finish for each in asked] == ["length", "length"]
 
 
@@ -223,7 +252,7 @@ def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, 
     gone, leaving, stays = question(text), question(text), question(text)
     leaving.emit = lambda piece: (said.append(piece), leaving.outcome.cancel())
     gone.outcome.cancel()
-    reader.answer([gone, leaving, stays])
+    answered(reader, [gone, leaving, stays])
     assert len(said) == 1
     assert stays.outcome.result().text == right
 
@@ -232,11 +261,14 @@ class Waiting(Answerer):
     """A reader whose answers take until nobody waits for them."""
 
     def __init__(self):
-        self.indexes = {}
+        self.indexes, self.batch = {}, 1
         self.begun, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
 
-    def answer(self, questions):
-        (waits,) = questions
+    def prepare(self, question):
+        pass
+
+    def answer(self, take):
+        waits = take(lambda question: True)
         waits.emit("so ")
         self.begun.release()
         while not waits.outcome.cancelled():
@@ -248,7 +280,7 @@ class Waiting(Answerer):
 def test_a_full_queue_refuses_and_work_stops_when_its_client_leaves_or_its_time_is_over():
     reader = Waiting()
     body = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(reader, batch=1, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
+    with serving(reader, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
         post = lambda: httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)  # noqa: E731
         both = [clients.submit(post) for _ in range(2)]
         assert reader.begun.acquire(timeout=20)

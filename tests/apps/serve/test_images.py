@@ -115,7 +115,13 @@ def test_memory_of_the_replicas_is_flat(service, client, expected):
 def test_malformed_bodies_are_refused_without_a_traceback(service, client):
     rng, good = random.Random(0), {"prompt": "an owl", "n": 1, "size": "64x64", "seed": 1, "method": "dense"}
     odd = [None, -1, 0, 99, 2**64, 1.5, "", "x" * 9000, "\ud800", [], {}, "64x0", "9999x64", "65x64", "llsa"]
-    fine = {"size": (), "seed": (None, 0, 99), "n": (), "method": (), "prompt": ("64x0", "9999x64", "65x64", "llsa")}
+    fine = {
+        "size": (None,),
+        "seed": (None, 0, 99),
+        "n": (None,),
+        "method": (None,),
+        "prompt": ("64x0", "9999x64", "65x64", "llsa"),
+    }
 
     def malformed():
         match rng.randrange(4):
