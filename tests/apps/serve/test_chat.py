@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 
@@ -26,7 +26,7 @@ from foveate.apps.serve.question_queue import PendingQuestion
 from foveate.apps.serve.server import Server
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.documents import read_documents
-from foveate.transformers.index import index_documents
+from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.model import chat_frame, load_model
 from foveate.transformers.retrieval import choose
 from foveate_models import find
@@ -255,6 +255,100 @@ def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, 
     answered(reader, [gone, leaving, stays])
     assert len(said) == 1
     assert stays.outcome.result().text == right
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_work(reader, monkeypatch):
+    monkeypatch.setattr(reader.encoder, "tokenizer", None)
+    for asked in (question("a", documents=["x" * 2**20]), question("x" * 2**20)):
+        with pytest.raises(ValueError, match=r"1048\d\d\d characters.*send fewer"):
+            reader.prepare(asked)
+
+
+def test_preparation_stops_when_nobody_waits(reader, monkeypatch):
+    tokenizer, asked, calls = reader.encoder.tokenizer, question("a", documents=["a a", "b b", "c c"]), []
+
+    class Watched:
+        def __call__(self, text, **options):
+            calls.append(text)
+            if "a a" in text:
+                asked.outcome.cancel()
+            return tokenizer(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    monkeypatch.setattr(reader.encoder, "tokenizer", Watched())
+    with pytest.raises(CancelledError):
+        reader.prepare(asked)
+    assert not [text for text in calls if "b b" in text or "c c" in text]
+
+
+def test_an_index_that_changes_is_read_again_at_the_next_question(reader, texts, tmp_path):
+    documents, questions, _ = texts
+    index = index_documents(tmp_path, reader.encoder, {"a.txt": "w. w."}, 64)
+    index.build()
+    changing = Answerer(reader.encoder, {"notes": index}, InfoFlowKV(), chat=False, **SETTINGS)
+
+    def ask(text):
+        answered(changing, [asked := question(text)])
+        return asked.outcome.result()
+
+    (text, right), *_ = questions.items()
+    assert ask(text).passages == ["a.txt"]
+    another = ChunkIndex(tmp_path, reader.encoder).add(documents)
+    outcome = ask(text)
+    assert (outcome.text, changing.sizes) == (right, {"notes": len(another.passages)})
+    name = outcome.passages[0].partition(", part")[0]
+    another.remove([name])
+    assert name not in [passage.partition(", part")[0] for passage in ask(text).passages]
+    read = changing.indexes["notes"]
+    ask(text)
+    assert changing.indexes["notes"] is read
+
+
+NEUTRAL = {
+    "stop": None, "tools": None, "temperature": None, "logprobs": False, "store": False, "metadata": {}, "n": 1,
+    "response_format": {"type": "text"}, "tool_choice": "none", "top_p": None, "seed": None, "stream": False,
+    "logit_bias": {}, "max_tokens": None, "stream_options": None, "reasoning_effort": None, "user": None,
+}  # fmt: skip
+
+
+def test_values_of_openai_that_ask_for_nothing_change_nothing(ask, texts):
+    (text, right), *_ = texts[1].items()
+    parts = [{"type": "text", "text": text}]
+    plain, neutral, listed = ask(text), ask(text, **NEUTRAL), ask(parts)
+    assert [each.choices[0].message.content for each in (plain, neutral, listed)] == [right] * 3
+    said = plain.choices[0].message.model_dump()
+    messages = [{"role": "user", "content": text}, said, {"role": "user", "content": parts}]
+    assert Completion(messages=messages).messages[1].content == right
+    for wrong in ({"tools": [{"type": "function"}]}, {"logprobs": True}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.BadRequestError, match="Extra inputs"):
+            ask(text, extra_body=wrong)
+    with pytest.raises(openai.BadRequestError, match="only texts are supported"):
+        ask([{"type": "image_url", "image_url": {"url": "a"}}])
+    assert ask(text, max_tokens=10**6).choices[0].message.content == right  # as many as the service gives
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids, **options):
+        return "".join(map(chr, ids))
+
+
+def test_an_answer_ends_before_its_first_stop_text_also_as_a_stream(reader):
+    text, index = "one two three four", reader.indexes["facts"]
+    context, prompt = reader.encoder.compose(index.load([0])), reader.encoder.tokens("a")
+    for stop, expected in (
+        ("two", "one "), (["four", "e t"], "on"), ("our", "one two three f"), ([" three"], "one two"), ("z", text),
+        ("fourth", text),
+    ):  # fmt: skip
+        said = []
+        asked = question("a", said.append, stop=stop)
+        answer = batch.Answer(Letters(), batch.Joining(asked, [], context, prompt, len(text)), 0, [1])
+        assert any(answer.add(ord(letter)) for letter in text)
+        assert "".join(said) == asked.outcome.result().text == expected
+        assert asked.outcome.result().finish == ("length" if expected == text else "stop")
 
 
 class Waiting(Answerer):
