@@ -1,5 +1,6 @@
 """Laws of chat completions from two replicas on Ray."""
 
+import asyncio
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from threading import Thread
 
 import httpx
 import pytest
+from fastapi import HTTPException
 from ray import cloudpickle
 from services import replicas, started
 
@@ -19,6 +21,7 @@ from foveate.apps.demo.examples import write_examples
 from foveate.apps.serve.answerer import Answerer
 from foveate.apps.serve.chat import chat_app
 from foveate.apps.serve.chat_replicas import ChatFront, ChatReplica
+from foveate.apps.serve.completion import Completion
 from foveate.apps.serve.http import free_port
 from foveate.apps.serve.replicas import running
 from foveate.apps.serve.server import Server
@@ -86,6 +89,22 @@ class Waiting(Answerer):
     def write(self, word):
         with self.file.open("a") as file:
             file.write(f"{word}\n")
+
+
+def test_a_replica_whose_work_makes_no_step_is_unhealthy_so_that_ray_replaces_it(tmp_path):
+    file = tmp_path / "file"
+
+    async def run():
+        replica = ChatReplica(lambda: Waiting(file), timeout=0.2)
+        replica.check_health()
+        pieces = replica.pieces(Completion.model_validate(body("a")))
+        await anext(pieces)
+        await asyncio.sleep(0.4)
+        with pytest.raises(HTTPException, match="no step"):
+            replica.check_health()
+        await pieces.aclose()
+
+    asyncio.run(run())
 
 
 @contextmanager
