@@ -35,7 +35,7 @@ def started(command, folder):
 def replicas(service):
     """Processes of the replicas of a service; Ray writes their deployment into the command line."""
     found = psutil.Process(service.pid).children(recursive=True) if service.poll() is None else []
-    return [process for process in found if "ServeReplica:foveate:replica-" in " ".join(command_of(process))]
+    return [process for process in found if "ServeReplica:foveate-" in " ".join(command_of(process))]
 
 
 def command_of(process):

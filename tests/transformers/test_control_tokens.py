@@ -119,3 +119,10 @@ def test_added_words_and_spaces_that_no_template_writes_stay_tokens():
     tokenizer.chat_template = CHAT + "    "
     safe = SafeTokenizer(tokenizer)
     assert safe.text("a    <table>")[1:] == tokenizer.convert_tokens_to_ids(["    ", "<table>"])
+
+
+def test_answers_keep_what_only_the_template_writes(tokenizer):
+    lm = ChunkEncoder(language_model("llama", vocab_size=300), tokenizer)
+    ids = tokenizer("<think>ah</think><|im_end|>", add_special_tokens=False).input_ids
+    assert lm._text(ids, {}).startswith("<think>ah")
+    assert "<|im_end|>" not in lm._text(ids, {})

@@ -1,6 +1,7 @@
 """Folder of an index, local or on any file system supported by fsspec."""
 
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -39,6 +40,16 @@ class Folder:
         except Exception as error:  # from the storage library: no credentials, no connection
             raise OSError(f"cannot read {self.fs.unstrip_protocol(self.root)}: {error}") from error
         return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+
+    def stamp(self, names: re.Pattern[str]) -> set[object]:
+        """A value that changes whenever a file with a name of this pattern is added, replaced or removed."""
+        with suppress(FileNotFoundError):
+            if self._is_local:
+                with os.scandir(self.root) as found:
+                    return {(file.name, file.stat().st_mtime_ns) for file in found if names.fullmatch(file.name)}
+            found = self.fs.ls(self.root, detail=True)
+            return {str(info) for info in found if names.fullmatch(info["name"].rpartition("/")[2])}
+        return set()
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of this name."""

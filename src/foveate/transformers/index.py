@@ -169,7 +169,13 @@ class ChunkIndex:
         new._read_documents()
         return new
 
+    @property
+    def changed(self) -> bool:
+        """Whether documents in the folder have changed since they were read; `refresh` reads them again."""
+        return self._folder.stamp(DOCUMENT) != self._stamp
+
     def _read_documents(self) -> None:
+        self._stamp = self._folder.stamp(DOCUMENT)
         self.documents: dict[str, str] = {}
         self.passages, self.ids, self.skipped = [], [], list[str]()
         self._files: list[str] = []  # chunk of each passage; passages with equal tokens share one

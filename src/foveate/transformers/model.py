@@ -264,6 +264,11 @@ class LanguageModel:
         return self.model.name_or_path or type(self.model).__name__
 
     @property
+    def decoder(self) -> Any:
+        """Tokenizer that decodes answers: the model's own, which leaves out fewer tokens than the copy for texts."""
+        return self._safe.for_templates
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.model.device
@@ -457,7 +462,7 @@ class LanguageModel:
         stop = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
         while stop is None and ids and ids[-1] == self._option(options, "pad_token_id"):
             ids = ids[:-1]
-        return self.tokenizer.decode(ids[:stop], skip_special_tokens=True)
+        return self.decoder.decode(ids[:stop], skip_special_tokens=True)
 
     def _option(self, options: dict[str, Any], name: str) -> Any:
         return options.get(name, getattr(self.model.generation_config, name, None))

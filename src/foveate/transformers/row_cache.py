@@ -55,6 +55,11 @@ class RowCache(Cache):
         self._replayed = _Replayed(self._forward) if graphs else None
 
     @property
+    def batch(self) -> int:
+        """Number of contexts."""
+        return self.keys.shape[1]
+
+    @property
     def capacity(self) -> int:
         """Number of rows, used and free."""
         return self.keys.shape[3]
@@ -90,6 +95,27 @@ class RowCache(Cache):
             mine.unflatten(1, (-1, times))[..., : other.capacity, :] = theirs[:, :, None]
         self._contexts, self._ends = ([n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends))
         self._prompted = other._prompted.repeat_interleave(times, 0)
+        self.rewind()
+        return self
+
+    def joined(self, parts: Iterable[tuple["RowCache", Sequence[int]]]) -> "RowCache":
+        """Fill this cache with some contexts of other caches, each after its prompt. Returns itself.
+
+        Args:
+            parts: Other caches, and the contexts to take of each.
+        """
+        start, self._ends, prompted = 0, list[int](), list[Tensor]()
+        for other, chosen in parts:
+            rows = min(self.capacity, other.capacity)
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                mine = mine[:, start : start + len(chosen)]
+                mine[..., :rows, :] = theirs[:, chosen, :, :rows]
+                mine[..., rows:, :] = 0
+            start += len(chosen)
+            self._ends += [other._ends[i] for i in chosen]
+            prompted.append(other._prompted[chosen, -1:])
+        self._prompted = torch.cat(prompted)
+        self._contexts = [end - 1 for end in self._ends]
         self.rewind()
         return self
 
@@ -174,6 +200,14 @@ class RowCache(Cache):
         rows = self._lengths + self._from(0, ids.shape[1])
         self._lengths = self._lengths + ids.shape[1]
         return self.overwrite(ids, rows)
+
+    def advance(self, ids: Int[Tensor, "batch 1"]) -> None:
+        """Append a token to each context, as the end of its prompt."""
+        self._prompted = self.append(ids.to(self.keys.device))
+        more = self.length - max(self._ends)
+        self._ends = [end + more for end in self._ends]
+        self._contexts = [end - 1 for end in self._ends]
+        self.rewind()
 
     def _from(self, row: int, count: int) -> Int[Tensor, "count"]:
         return torch.arange(row, row + count, device=self.keys.device)  # from numbers, without waiting for the device

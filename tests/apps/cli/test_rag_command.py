@@ -14,10 +14,10 @@ from tiny_lm import DOCUMENTS, language_model, tokenizer
 from typer.testing import CliRunner
 
 from foveate import InfoFlowKV
-from foveate.apps.cli import app, rag_index
+from foveate.apps.cli import app
 from foveate.apps.cli import rag as rag_command
 from foveate.apps.cli.rag_index import bytes_of
-from foveate.transformers import ChunkEncoder, folder, rag
+from foveate.transformers import ChunkEncoder, folder, rag, stored_documents
 from foveate.transformers.model import FAMILIES
 from foveate.transformers.stored_documents import first_document
 
@@ -252,7 +252,9 @@ def test_an_index_whose_chat_template_tells_the_date_lasts(model, tmp_path, monk
     words.save_pretrained(chat)
     answers = []
     for day in (28, 29):
-        monkeypatch.setattr(rag_index, "datetime", SimpleNamespace(now=lambda zone, day=day: datetime(2025, 1, day)))
+        monkeypatch.setattr(
+            stored_documents, "datetime", SimpleNamespace(now=lambda zone, day=day: datetime(2025, 1, day))
+        )
         result = run(chat, "w3")
         assert ("4 encoded, 0 found" if day == 28 else "0 encoded, 4 found") in said(result)
         answers.append(result.stdout.splitlines()[1])

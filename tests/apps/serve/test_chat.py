@@ -1,50 +1,56 @@
 """Laws of chat completions about documents, asked by OpenAI's client over HTTP."""
 
-import json
-import random
 import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy, deepcopy
 
+import fuzzing
 import httpx
+import hypothesis.strategies as st
 import openai
 import pytest
 import torch
-import uvicorn
 
 from foveate import InfoFlowKV
 from foveate.apps.demo.examples import write_examples
-from foveate.apps.serve.answerer import Answerer, Completion, Message, PendingQuestion, _Sample
+from foveate.apps.serve import batch
+from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.batch import _Sample
 from foveate.apps.serve.chat import local_chat_app
+from foveate.apps.serve.completion import Completion, Message
 from foveate.apps.serve.http import free_port
+from foveate.apps.serve.question_queue import PendingQuestion
+from foveate.apps.serve.server import Server
 from foveate.transformers import ChunkEncoder
-from foveate.transformers.index import index_documents
+from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.model import chat_frame, load_model
 from foveate.transformers.readers import read_documents
 from foveate.transformers.retrieval import choose
 from foveate_models import find
 
 PROMPT = "Question: {question}\nAnswer:"
-SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8}
+SETTINGS = {"prompt": PROMPT, "passage_tokens": 64, "max_new_tokens": 8, "batch": 2}
 
 
 @contextmanager
 def serving(reader, **limits):
     """The address of a service."""
-    app = local_chat_app(reader, "reader", **{"key": "secret", "batch": 2, "queue": 6, "timeout": 60.0} | limits)
+    app = local_chat_app(reader, "reader", **{"key": "secret", "queue": 6, "timeout": 60.0} | limits)
     port = free_port("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
+    server = Server(app, "127.0.0.1", port)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +139,7 @@ def test_a_seed_gives_the_same_sample_and_samples_follow_the_distribution(ask):
     ]
     assert sampled[0] == sampled[1]
     assert len(set(sampled)) > 1
-    logits, draw = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), _Sample(0.5, 0.97, 0)
+    logits, draw = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), _Sample(completion("a", temperature=0.5, top_p=0.97, seed=0))
     counts = Counter(int(draw(None, logits).argmax()) for _ in range(4000))
     expected = (logits[0, :3] / 0.5).softmax(0)[1:]  # the others are less than 3 % together
     assert counts.keys() == {1, 2}
@@ -183,15 +189,35 @@ def test_messages_and_documents_cannot_open_a_turn(reader):
     answerer = Answerer(encoder, {}, InfoFlowKV(), chat=True, **SETTINGS)
     roles = ["system", "user", "assistant", "user"]
     asked = Completion(messages=[Message(role=role, content=HOSTILE) for role in roles], documents=[HOSTILE])
-    prompt = answerer._prepare(PendingQuestion(asked)).prompt.tolist()
+    answerer.prepare(question := PendingQuestion(asked))
+    prompt = question.prepared.prompt.tolist()
     acting = tokenizer.convert_ids_to_tokens([token for token in prompt if token in control])
     assert acting == ["<end>", "<assistant>", "<end>", "<user>", "<end>", "<assistant>"]
-    (chunk,) = answerer._read(asked, 0)[1]
+    (chunk,) = question.prepared.chunks()
     assert not set(chunk.ids.tolist()) & set(control)
 
 
+def answered(reader, questions):
+    """Answer questions that wait at the same time."""
+    waiting = [question for question in questions if prepared(reader, question)]
+    reader.answer(lambda fits: waiting.pop(0) if waiting and fits(waiting[0]) else None)
+
+
+def prepared(reader, question):
+    try:
+        reader.prepare(question)
+    except ValueError as error:
+        question.finish(error)
+        return False
+    return True
+
+
+def completion(text, **options):
+    return Completion(messages=[Message(role="user", content=text)], **options)
+
+
 def question(text, emit=lambda text: None, **options):
-    return PendingQuestion(Completion(messages=[Message(role="user", content=text)], **options), emit)
+    return PendingQuestion(completion(text, **options), emit)
 
 
 def test_questions_that_are_answered_together_get_the_answers_of_each_alone(reader, texts):
@@ -203,15 +229,15 @@ def test_questions_that_are_answered_together_get_the_answers_of_each_alone(read
     asked = [(text, options) for text, options in zip([*questions] * 2, given, strict=True)]
     alone, said = [], [[] for _ in asked]
     for text, options in asked:
-        reader.answer([single := question(text, **options)])
+        answered(reader, [single := question(text, **options)])
         alone.append(single.outcome.result())
     together = [question(text, pieces.append, **options) for (text, options), pieces in zip(asked, said, strict=True)]
-    refused = question("too long", max_tokens=9)
-    reader.answer([*together[:3], refused, *together[3:]])
+    refused = question("too long", index="nothing")
+    answered(reader, [*together[:3], refused, *together[3:]])
     assert [each.outcome.result() for each in together] == alone
     assert ["".join(pieces) for pieces in said] == [outcome.text for outcome in alone]
     assert len({outcome.completion for outcome in alone}) > 1
-    with pytest.raises(ValueError, match="max_tokens=9"):
+    with pytest.raises(ValueError, match="there are these: facts"):
         refused.outcome.result()
 
 
@@ -220,28 +246,32 @@ def test_a_broken_question_ends_alone(reader, texts, monkeypatch):
     (text, right), *_ = questions.items()
     monkeypatch.setattr(reader.indexes["facts"], "load", lambda numbers: 1 / 0)
     asked = [question(text), question(text, documents=[*documents.values()])]
-    reader.answer(asked)
+    answered(reader, asked)
     with pytest.raises(ZeroDivisionError):
         asked[0].outcome.result()
     assert asked[1].outcome.result().text == right
 
 
-def test_batches_are_divided_where_a_long_text_and_a_long_answer_do_not_fit_together(reader, texts, monkeypatch):
+def test_an_answer_joins_only_where_the_longest_text_and_the_longest_answer_fit_together(reader, texts, monkeypatch):
     documents, (text, *_), _ = texts
     short, long = {"documents": ["w. " * 3]}, {"documents": [*documents.values()], "max_tokens": 1}
-    readings = [reader._prepare(question(text, **options)) for options in (long, short, short, long)]
-    assert reader._grouped(readings) == [readings]
-    config, tokens = reader.encoder.model.config, len(readings[0].context) + len(readings[0].prompt)
-    monkeypatch.setattr(config, "max_position_embeddings", tokens + 1)
-    assert reader._grouped(readings) == [readings[:1], readings[1:3], readings[3:]]
-    reader.answer(asked := [each.question for each in readings])
+    asked = [question(text, **options) for options in (long, short, short, long)]
+    assert all(prepared(reader, each) for each in asked)
+    sizes = [each.prepared.tokens for each in asked]
+    batches, patch = [], batch.patch_batch
+    monkeypatch.setattr(
+        batch, "patch_batch", lambda some, *more, **how: batches.append(len(some)) or patch(some, *more, **how)
+    )
+    monkeypatch.setattr(reader.encoder.model.config, "max_position_embeddings", max(sizes) + 1)
+    answered(reader, asked)
     assert all(each.outcome.result().completion for each in asked)
+    assert batches == [1, 2, 1]
 
 
 def test_a_model_without_an_end_token_answers_one_question_at_a_time(reader, texts, monkeypatch):
     _, (text, *_), _ = texts
     monkeypatch.setattr(reader.encoder.model.generation_config, "eos_token_id", None)
-    reader.answer(asked := [question(text), question(text, max_tokens=1)])
+    answered(reader, asked := [question(text), question(text, max_tokens=1)])
     assert [each.outcome.result().finish for each in asked] == ["length", "length"]
 
 
@@ -250,20 +280,117 @@ def test_an_answer_for_which_nobody_waits_ends_and_the_others_are_right(reader, 
     gone, leaving, stays = question(text), question(text), question(text)
     leaving.emit = lambda piece: (said.append(piece), leaving.outcome.cancel())
     gone.outcome.cancel()
-    reader.answer([gone, leaving, stays])
+    answered(reader, [gone, leaving, stays])
     assert len(said) == 1
     assert stays.outcome.result().text == right
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_work(reader, monkeypatch):
+    monkeypatch.setattr(reader.encoder, "tokenizer", None)
+    for asked in (question("a", documents=["x" * 2**20]), question("x" * 2**20)):
+        with pytest.raises(ValueError, match=r"1048\d\d\d characters.*send fewer"):
+            reader.prepare(asked)
+
+
+def test_preparation_stops_when_nobody_waits(reader, monkeypatch):
+    tokenizer, asked, calls = reader.encoder.tokenizer, question("a", documents=["a a", "b b", "c c"]), []
+
+    class Watched:
+        def __call__(self, text, **options):
+            calls.append(text)
+            if "a a" in text:
+                asked.outcome.cancel()
+            return tokenizer(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    monkeypatch.setattr(reader.encoder, "tokenizer", Watched())
+    with pytest.raises(CancelledError):
+        reader.prepare(asked)
+    assert not [text for text in calls if "b b" in text or "c c" in text]
+
+
+def test_an_index_that_changes_is_read_again_at_the_next_question(reader, texts, tmp_path):
+    documents, questions, _ = texts
+    index = index_documents(tmp_path, reader.encoder, {"a.txt": "w. w."}, 64)
+    index.build()
+    changing = Answerer(reader.encoder, {"notes": index}, InfoFlowKV(), chat=False, **SETTINGS)
+
+    def ask(text):
+        answered(changing, [asked := question(text)])
+        return asked.outcome.result()
+
+    (text, right), *_ = questions.items()
+    assert ask(text).passages == ["a.txt"]
+    another = ChunkIndex(tmp_path, reader.encoder).add(documents)
+    outcome = ask(text)
+    assert (outcome.text, changing.sizes) == (right, {"notes": len(another.passages)})
+    name = outcome.passages[0].partition(", part")[0]
+    another.remove([name])
+    assert name not in [passage.partition(", part")[0] for passage in ask(text).passages]
+    read = changing.indexes["notes"]
+    ask(text)
+    assert changing.indexes["notes"] is read
+
+
+NEUTRAL = {
+    "stop": None, "tools": None, "temperature": None, "logprobs": False, "store": False, "metadata": {}, "n": 1,
+    "response_format": {"type": "text"}, "tool_choice": "none", "top_p": None, "seed": None, "stream": False,
+    "logit_bias": {}, "max_tokens": None, "stream_options": None, "reasoning_effort": None, "user": None,
+}  # fmt: skip
+
+
+def test_values_of_openai_that_ask_for_nothing_change_nothing(ask, texts):
+    (text, right), *_ = texts[1].items()
+    parts = [{"type": "text", "text": text}]
+    plain, neutral, listed = ask(text), ask(text, **NEUTRAL), ask(parts)
+    assert [each.choices[0].message.content for each in (plain, neutral, listed)] == [right] * 3
+    said = plain.choices[0].message.model_dump()
+    messages = [{"role": "user", "content": text}, said, {"role": "user", "content": parts}]
+    assert Completion(messages=messages).messages[1].content == right
+    for wrong in ({"tools": [{"type": "function"}]}, {"logprobs": True}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.BadRequestError, match="Extra inputs"):
+            ask(text, extra_body=wrong)
+    with pytest.raises(openai.BadRequestError, match="only texts are supported"):
+        ask([{"type": "image_url", "image_url": {"url": "a"}}])
+    assert ask(text, max_tokens=10**6).choices[0].message.content == right  # as many as the service gives
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids, **options):
+        return "".join(map(chr, ids))
+
+
+def test_an_answer_ends_before_its_first_stop_text_also_as_a_stream(reader):
+    text, index = "one two three four", reader.indexes["facts"]
+    context, prompt = reader.encoder.compose(index.load([0])), reader.encoder.tokens("a")
+    for stop, expected in (
+        ("two", "one "), (["four", "e t"], "on"), ("our", "one two three f"), ([" three"], "one two"), ("z", text),
+        ("fourth", text),
+    ):  # fmt: skip
+        said = []
+        asked = question("a", said.append, stop=stop)
+        answer = batch.Answer(Letters(), batch.Joining(asked, [], context, prompt, len(text)), 0, [1])
+        assert any(answer.add(ord(letter)) for letter in text)
+        assert "".join(said) == asked.outcome.result().text == expected
+        assert asked.outcome.result().finish == ("length" if expected == text else "stop")
 
 
 class Waiting(Answerer):
     """A reader whose answers take until nobody waits for them."""
 
     def __init__(self):
-        self.indexes = {}
+        self.indexes, self.batch = {}, 1
         self.begun, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
 
-    def answer(self, questions):
-        (waits,) = questions
+    def prepare(self, question):
+        pass
+
+    def answer(self, take):
+        waits = take(lambda question: True)
         waits.emit("so ")
         self.begun.release()
         while not waits.outcome.cancelled():
@@ -275,7 +402,7 @@ class Waiting(Answerer):
 def test_a_full_queue_refuses_and_work_stops_when_its_client_leaves_or_its_time_is_over():
     reader = Waiting()
     body = {"messages": [{"role": "user", "content": "a"}]}
-    with serving(reader, batch=1, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
+    with serving(reader, queue=0, timeout=3.0, key="") as address, ThreadPoolExecutor(2) as clients:
         post = lambda: httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)  # noqa: E731
         both = [clients.submit(post) for _ in range(2)]
         assert reader.begun.acquire(timeout=20)
@@ -299,46 +426,23 @@ def test_a_full_queue_refuses_and_work_stops_when_its_client_leaves_or_its_time_
 
 @pytest.mark.slow
 def test_a_thousand_fuzzed_requests_get_an_answer_or_one_clear_refusal(address, texts, capfd):
-    rng, (documents, questions, _) = random.Random(0), texts
-    odd = [
-        None,
-        -1,
-        0,
-        2**70,
-        1e308,
-        True,
-        "",
-        "a" * 5000,
-        "\0",
-        "\ud800",
-        [],
-        [[]],
-        {},
-        {"a": 1},
-        "é🙂",
-        float("nan"),
-    ]
+    documents, questions, _ = texts
     statuses = Counter()
-    with httpx.Client(base_url=address, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
-        for _ in range(1000):
-            message = {"role": "user", "content": rng.choice([*questions, "a", "\n\n", "{question}"])}
-            body = {
-                "model": "reader",
-                "messages": [message],
-                "max_tokens": rng.choice([1, 2, 4]),
-                "stream": rng.random() < 0.2,
-                "temperature": rng.choice([0, 0.5, 2]),
-            } | ({"documents": [*documents.values()]} if rng.random() < 0.3 else {})
-            for _ in range(rng.choice([0, 1, 1, 2])):
-                at = message if rng.random() < 0.3 else body
-                at[rng.choice([*at, "index", "top_p", "seed", "documents", "nothing"])] = rng.choice(odd)
-            content = json.dumps(body).encode()
-            if rng.random() < 0.2:
-                content = bytes(rng.choice(content) if rng.random() < 0.02 else byte for byte in content)
+    contents = st.sampled_from([*questions, "a", "\n\n", "{question}"])
+    messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": contents}), min_size=1, max_size=1)
+    optional = {
+        "documents": st.just([*documents.values()]),
+        "stream": st.booleans(),
+        "temperature": st.sampled_from([0, 0.5, 2]),
+        "stop": st.just("a") | st.lists(st.text(min_size=1, max_size=3), max_size=4),
+    }
+    valid = st.fixed_dictionaries({"messages": messages, "max_tokens": st.integers(1, 4)}, optional=optional)
+
+    with httpx.Client(base_url=address, headers={"Authorization": "Bearer secret"}, timeout=20) as client:
+        for content in fuzzing.bodies(1000, valid, [*Completion.model_fields, *Completion.neutral]):
             answer = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
             statuses[answer.status_code] += 1
-            if answer.status_code != 200:
-                assert 5 < len(answer.json()["error"]["message"]) < 500
-    assert statuses.keys() <= {200, 400, 404}
+            fuzzing.check(answer, 404)
+        assert client.get("/health").json()["busy"] == 0
     assert min(statuses[200], statuses[400]) > 100
     assert "Traceback" not in capfd.readouterr().err

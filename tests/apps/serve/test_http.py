@@ -8,6 +8,7 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, Field
 
+from foveate.apps.serve import http
 from foveate.apps.serve.http import api_key, create_app, free_port, overloaded, until_gone
 
 KEY = {"Authorization": "Bearer secret"}
@@ -21,11 +22,12 @@ async def status():
     return {"replicas": 2}
 
 
-def service():
+def service(**options):
     """An application whose work may wait, fail or be refused."""
     app, api = create_app(
-        "t", "model", key="secret", max_body=100, timeout=0.2, registry=CollectorRegistry(), health=status
-    )
+        "t", "model", key="secret", max_body=100, timeout=0.2, registry=CollectorRegistry(), health=status,
+        **options,
+    )  # fmt: skip
     cancelled = []
 
     async def work(name):
@@ -46,9 +48,9 @@ def service():
     return app, cancelled
 
 
-def answers(*requests):
+def answers(*requests, **options):
     """Answers to requests, each (method, path, arguments), of one application; and what it cancelled."""
-    app, cancelled = service()
+    app, cancelled = service(**options)
 
     async def ask():
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -128,6 +130,66 @@ def test_the_work_for_a_client_that_leaves_is_cancelled():
 
     asyncio.run(app(scope, receive, send))
     assert cancelled == ["wait"]
+
+
+def test_a_key_is_checked_before_the_body_is_read():
+    app, _ = service()
+    scope = {"type": "http", "method": "POST", "path": "/v1/work", "query_string": b"", "headers": []}
+    sent = []
+
+    async def receive():
+        raise AssertionError("the body was read")
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.05)
+
+    app, _ = service()
+    sent, begun = [], asyncio.Event()
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/work", "query_string": b"", "headers": headers}
+
+    async def receive():
+        if begun.is_set():
+            await asyncio.sleep(20)
+        begun.set()
+        return {"type": "http.request", "body": b"{", "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 408
+
+
+def test_a_model_is_found_by_its_name_and_health_by_head():
+    get = {"headers": KEY}
+    (health, ready, found, missing), _ = answers(
+        ("HEAD", "/health", {}),
+        ("HEAD", "/ready", {}),
+        ("GET", "/v1/models/model", get),
+        ("GET", "/v1/models/a/b", get),
+    )
+    assert (health.status_code, ready.status_code, health.content) == (200, 200, b"")
+    assert (found.json()["id"], missing.status_code) == ("model", 404)
+
+
+def test_pages_of_named_origins_may_read_answers_and_refusals():
+    ours, theirs = ({"headers": {"Origin": origin}} for origin in ("https://ours.org", "https://theirs.org"))
+    wanted = {"headers": ours["headers"] | {"Access-Control-Request-Method": "POST"}}
+    (asked, refused, other), _ = answers(
+        ("OPTIONS", "/v1/work", wanted), ("POST", "/v1/work", ours), ("POST", "/v1/work", theirs),
+        origins=["https://ours.org"],
+    )  # fmt: skip
+    allowed = [answer.headers.get("access-control-allow-origin") for answer in (asked, refused, other)]
+    assert allowed == ["https://ours.org", "https://ours.org", None]
+    assert (asked.status_code, refused.status_code) == (200, 401)
 
 
 def test_other_machines_need_a_key(monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 from functools import cache
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 
 from foveate import ToMA
 from foveate.apps.demo import LORAS
-from foveate.apps.serve.image_replicas import ServedPipeline
+from foveate.apps.serve.image_replicas import ImageReplica, ServedPipeline
 from foveate.pipelines.lora import LORA_FILE, load_lora, read_lora, using
 from foveate.pipelines.request import Request, draw, load_pipeline
 from foveate_models import find
@@ -74,3 +75,12 @@ def test_what_cannot_be_drawn_is_said_and_what_nobody_waits_for_is_not_drawn(mon
 def test_a_model_of_videos_is_refused():
     with pytest.raises(ValueError, match="makes videos, and only images are served"):
         ServedPipeline(str(find("video")), None, {}, device="cpu", dtype="float32")
+
+
+def test_a_replica_without_a_denoising_step_for_too_long_is_unhealthy_so_that_ray_replaces_it():
+    replica = ImageReplica.__new__(ImageReplica)
+    for replica._timeout, replica.last_step in ((0.1, None), (20.0, monotonic())):
+        replica.check_health()
+    replica._timeout, replica.last_step = 0.1, monotonic() - 1
+    with pytest.raises(RuntimeError, match="no denoising step"):
+        replica.check_health()

@@ -1,23 +1,30 @@
 """Laws of chat completions from two replicas on Ray."""
 
+import asyncio
 import re
 import signal
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
+from threading import Thread
 
 import httpx
 import pytest
+from fastapi import HTTPException
 from ray import cloudpickle
 from services import replicas, started
 
 from foveate.apps.demo.examples import write_examples
 from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.chat import chat_app
 from foveate.apps.serve.chat_replicas import ChatFront, ChatReplica
+from foveate.apps.serve.completion import Completion
 from foveate.apps.serve.http import free_port
 from foveate.apps.serve.replicas import running
+from foveate.apps.serve.server import Server
 
 pytestmark = pytest.mark.slow
 URL = "/v1/chat/completions"
@@ -44,7 +51,7 @@ def test_replicas_answer_like_one_process_also_when_one_is_killed(tmp_path):
         started("rag serve facts --replicas 2 --batch 2 --queue 4", tmp_path) as (address, process, log),
         httpx.Client(base_url=address, timeout=100) as client,
     ):
-        assert client.get("/health").json() == {"status": "ok", "replicas": 2, "indexes": {"facts": 47}}
+        assert client.get("/health").json() == {"status": "ok", "replicas": 2, "indexes": ["facts"]}
         with ThreadPoolExecutor(12) as clients:
             answers = dict(zip(asked, clients.map(ask, asked), strict=True))
         assert sum(answers[text] == questions[text] for text in asked) >= 0.9 * len(asked)
@@ -66,10 +73,13 @@ class Waiting(Answerer):
     """A reader whose answers take until nobody waits for them. It writes "begun" and "stopped" into a file."""
 
     def __init__(self, file):
-        self.indexes, self.file = {}, file
+        self.indexes, self.batch, self.file = {}, 1, file
 
-    def answer(self, questions):
-        (waits,) = questions
+    def prepare(self, question):
+        pass
+
+    def answer(self, take):
+        waits = take(lambda question: True)
         self.write("begun")
         while not waits.outcome.cancelled():
             waits.emit("on ")
@@ -79,6 +89,38 @@ class Waiting(Answerer):
     def write(self, word):
         with self.file.open("a") as file:
             file.write(f"{word}\n")
+
+
+def test_a_replica_whose_work_makes_no_step_is_unhealthy_so_that_ray_replaces_it(tmp_path):
+    file = tmp_path / "file"
+
+    async def run():
+        replica = ChatReplica(lambda: Waiting(file), timeout=0.2)
+        replica.check_health()
+        pieces = replica.pieces(Completion.model_validate(body("a")))
+        await anext(pieces)
+        await asyncio.sleep(0.4)
+        with pytest.raises(HTTPException, match="no step"):
+            replica.check_health()
+        await pieces.aclose()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def serving(replica):
+    """A client of a front."""
+    front, port = ChatFront(replica, "chat", []), free_port("127.0.0.1", 0)
+    app = chat_app(front.pieces, front.health, front.health, "reader", key="", timeout=3.0)
+    server = Server(app, "127.0.0.1", port)
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def test_work_stops_when_its_client_leaves_or_its_time_is_over_and_a_full_queue_refuses(tmp_path):
@@ -93,12 +135,9 @@ def test_work_stops_when_its_client_leaves_or_its_time_is_over_and_a_full_queue_
             time.sleep(0.02)
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import a test
-    options = {"chat": {"open_answerer": lambda: Waiting(file), "batch": 1}}
-    port = free_port("127.0.0.1", 0)
-    service = running(
-        ChatFront, ("reader", "", 3.0, {}), ChatReplica, options, host="127.0.0.1", port=port, batch=1, queue=1
-    )
-    with service, ThreadPoolExecutor(4) as clients, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    options = {"chat": {"open_answerer": lambda: Waiting(file), "timeout": 60.0}}
+    service = running(ChatReplica, options, batch=1, queue=1)
+    with service as handles, serving(handles["chat"]) as client, ThreadPoolExecutor(4) as clients:
         post = lambda: client.post(URL, json=body("a"), timeout=60).status_code  # noqa: E731
         statuses = Counter(each.result() for each in [clients.submit(post) for _ in range(4)])
         assert statuses.keys() == {504, 429}

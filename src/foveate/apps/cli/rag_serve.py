@@ -13,7 +13,7 @@ import typer
 from foveate.apps.cli.common import LanguageModel, Option, options_of
 from foveate.apps.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.apps.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
-from foveate.apps.cli.serve import Host, MaxReplicas, Port, Replicas, Timeout, print_address, scale_of, wait
+from foveate.apps.cli.serve import Host, MaxReplicas, Origins, Port, Replicas, Timeout, listen, scale_of
 from foveate.apps.console import Device, Dtype, clear_errors, console
 from foveate.utils.device import choose_device
 
@@ -52,6 +52,7 @@ def serve(
     timeout: Timeout = 300.0,
     replicas: Replicas = 1,
     max_replicas: MaxReplicas = 0,
+    cors: Origins = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     device: Device = "auto",
@@ -86,34 +87,29 @@ def serve(
         )
         return Answerer(
             encoder, dict(zip(names, indexes, strict=True)), policy, prompt=prompt, chat=chat, passage_tokens=chunk,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens, batch=batch,
         )  # fmt: skip
 
     answerer = open_answerer(folders or [], device)
     name = Path(model).name if model and Path(model).exists() else model or "built-in"
     console.print(f"serving {name} with {', '.join(names) or 'no index'}")
     if scale == (1, 1):
-        import uvicorn
-
         from foveate.apps.serve.chat import local_chat_app
 
-        print_address(host, port)
-        app = local_chat_app(answerer, name, key=key, batch=batch, queue=queue, timeout=timeout)
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        app = local_chat_app(answerer, name, key=key, queue=queue, timeout=timeout, origins=cors or ())
+        listen(app, host, port)
         return
+    from foveate.apps.serve.chat import chat_app
     from foveate.apps.serve.chat_replicas import ChatFront, ChatReplica
     from foveate.apps.serve.replicas import running
 
-    sizes = answerer.sizes
     places = [str(index.place) for index in answerer.indexes.values()]
     del answerer
     gc.collect()
     torch.cuda.empty_cache()  # a replica needs the memory of its model
-    replica = {"open_answerer": partial(open_answerer, places, "cuda" if gpu else device), "batch": batch}
-    wait(
-        running(
-            ChatFront, (name, key, timeout, sizes), ChatReplica, {"chat": replica},
-            host=host, port=port, batch=batch, queue=queue, replicas=scale, gpu=gpu,
-        ),
-        host, port,
-    )  # fmt: skip
+    replica = {"open_answerer": partial(open_answerer, places, "cuda" if gpu else device), "timeout": timeout}
+    started = running(ChatReplica, {"chat": replica}, batch=batch, queue=queue, replicas=scale, gpu=gpu)
+    with started as handles:
+        front = ChatFront(handles["chat"], "chat", names)
+        app = chat_app(front.pieces, front.health, front.health, name, key=key, timeout=timeout, origins=cors or ())
+        listen(app, host, port)

@@ -1,10 +1,9 @@
 """`foveate serve`: images over HTTP."""
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from importlib import import_module
 from signal import SIGTERM, default_int_handler, signal
-from threading import Event
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,13 +16,13 @@ from foveate.utils.device import choose_device, choose_dtype
 __all__ = [
     "Host",
     "MaxReplicas",
+    "Origins",
     "Port",
     "Replicas",
     "Timeout",
-    "print_address",
+    "listen",
     "scale_of",
     "serve",
-    "wait",
 ]
 
 Host = Annotated[
@@ -50,6 +49,14 @@ Address = Annotated[
     str, typer.Option(help="Address of a Ray cluster, or auto. [dim]default: Ray is started on this machine[/]")
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Deadline of a request in seconds; later it gets status 504.")]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors",
+        help="Origin of web pages that may use the service, such as https://example.org; * lets all. Repeat it to "
+        "name more.",
+    ),
+]
 
 
 @clear_errors
@@ -75,6 +82,7 @@ def serve(
     max_n: Annotated[int, typer.Option(min=1, help="Largest number of images in a request.")] = 4,
     timeout: Timeout = 300.0,
     address: Address = "",
+    cors: Origins = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     device: Device = "auto",
@@ -112,20 +120,18 @@ def serve(
     name = model or "built-in"
     shared = {
         "model": where, "lora": file, "size": size_of(model, "cuda" if gpu else "cpu"), "batch": batch,
-        "device": "cuda" if gpu else device, "dtype": dtype,
+        "timeout": timeout, "device": "cuda" if gpu else device, "dtype": dtype,
     }  # fmt: skip
     served = {
         called: shared | {"method": chosen, "about": {"model": name, "method": called}}
         for called, chosen in methods.items()
     }
-    limits = Limits(steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout)
-    wait(
-        running(
-            ImageFront, (name, key, limits), ImageReplica, served,
-            host=host, port=port, batch=batch, queue=queue, replicas=scale, address=address, gpu=gpu,
-        ),
-        host, port,
-    )  # fmt: skip
+    limits = Limits(
+        steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout, origins=cors or ()
+    )
+    started = running(ImageReplica, served, batch=batch, queue=queue, replicas=scale, address=address, gpu=gpu)
+    with started as handles:
+        listen(ImageFront(name, key, limits, handles).app(), host, port)
 
 
 def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tuple[int, int]:
@@ -144,15 +150,14 @@ def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tup
     return replicas, max_replicas or replicas
 
 
-def wait(service: AbstractContextManager[None], host: str, port: int) -> None:
-    """Start a service, print its address, and wait for Ctrl-C or SIGTERM."""
-    with suppress(KeyboardInterrupt), service:
-        signal(SIGTERM, default_int_handler)  # like Ctrl-C, so that Ray ends too
-        print_address(host, port)
-        Event().wait()
+def listen(app: Any, host: str, port: int) -> None:
+    """Serve an application and print its address, until Ctrl-C or SIGTERM."""
+    from foveate.apps.serve.server import Server
 
+    def ready() -> None:
+        console.print("ready; /docs describes it, Ctrl-C ends it:")
+        print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
-def print_address(host: str, port: int) -> None:
-    """Print the address of a service."""
-    console.print("ready; /docs describes it, Ctrl-C ends it:")
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    signal(SIGTERM, default_int_handler)  # uvicorn ends in order, and then calls this
+    with suppress(KeyboardInterrupt):
+        Server(app, host, port, ready).run()

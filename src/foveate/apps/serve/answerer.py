@@ -1,144 +1,53 @@
 # pyright: basic
-"""Answers questions about documents from their cached keys and values, several questions in one batch."""
+"""Answers questions about documents from their cached keys and values, several questions together."""
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import lru_cache, partial
+from threading import Lock
+from typing import NamedTuple
 
-import torch
+from jaxtyping import Int
 from jinja2 import TemplateError
-from pydantic import BaseModel, Field
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria, TextStreamer, TopPLogitsWarper
 
+from foveate.apps.serve.batch import Batch, Joining
+from foveate.apps.serve.completion import Document, Message
+from foveate.apps.serve.question_queue import PendingQuestion, Take
 from foveate.methods.recompute_policy import RecomputePolicy
-from foveate.transformers import ChunkCache, ChunkEncoder, Context
-from foveate.transformers.context import patch_batch
-from foveate.transformers.documents import split_documents
+from foveate.transformers import ChunkCache, ChunkEncoder
+from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.model import USER_TEXT
 from foveate.transformers.retrieval import choose
 
-__all__ = ["Answerer", "Completion", "Message", "Outcome", "PendingQuestion"]
+__all__ = ["Answerer"]
 
-MOST_DOCUMENTS = MOST_MESSAGES = 256
-MAX_TEXT = 2**20
 CACHED_PASSAGES = 64
 """Number of passages of requests whose chunks stay cached."""
-
-Content = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-
-
-class Message(BaseModel, extra="forbid"):
-    """A message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: str | None = None
-
-
-class Document(BaseModel, extra="forbid"):
-    """A document to read."""
-
-    text: Content
-    title: str = ""
-
-
-class StreamOptions(BaseModel, extra="forbid"):
-    """Options of a streamed response."""
-
-    include_usage: bool = False
-
-
-class Completion(BaseModel, extra="forbid"):
-    """A chat completion request; unknown fields are refused."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    model: str | None = None
-    documents: Annotated[list[Content | Document], Field(min_length=1, max_length=MOST_DOCUMENTS)] | None = None
-    index: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
-    frequency_penalty: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
-    user: str | None = None
-
-
-class Outcome(NamedTuple):
-    """A finished answer.
-
-    Attributes:
-        passages: Names of the passages in the context.
-        text: The answer.
-        finish: Finish reason: "stop" or "length".
-        prompt: Number of tokens before the answer.
-        cached: Number of prompt tokens from the cache.
-        completion: Number of tokens of the answer.
-    """
-
-    passages: list[str]
-    text: str
-    finish: str
-    prompt: int
-    cached: int
-    completion: int
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Numbers of tokens, as OpenAI counts them."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-class PendingQuestion:
-    """A request that is being answered.
-
-    Args:
-        asked: The request.
-        emit: Called with each new piece of the answer, for streaming.
-
-    Attributes:
-        outcome: Future of the answer or the error. Cancel it to stop generation.
-    """
-
-    def __init__(self, asked: Completion, emit: Callable[[str], object] = lambda text: None) -> None:
-        self.asked, self.emit = asked, emit
-        self.outcome: Future[Outcome] = Future()
-
-    def finish(self, found: Outcome | Exception) -> None:
-        """Set the outcome, unless the question was cancelled."""
-        with suppress(InvalidStateError):
-            if isinstance(found, Outcome):
-                self.outcome.set_result(found)
-            else:
-                self.outcome.set_exception(found)
+CHARACTERS = 16
+"""Largest number of characters for each token of the model's context; texts with more are refused unread."""
 
 
 class _Prepared(NamedTuple):
-    """A question with its passages and the prompt that follows them."""
+    """What a question reads.
 
-    question: PendingQuestion
+    Attributes:
+        names: Names of the passages.
+        chunks: Loads or encodes the passages.
+        prompt: Token ids after the passages.
+        tokens: Number of tokens before the answer.
+        new_tokens: Largest number of tokens in the answer.
+    """
+
     names: list[str]
-    context: Context
-    prompt: Tensor
+    chunks: Callable[[], list[ChunkCache]]
+    prompt: Int[Tensor, "_"]
+    tokens: int
     new_tokens: int
 
 
 class Answerer:
-    """Answers questions in batches. Several threads may call it.
+    """Answers questions in batches, from indexes that other processes may change. Several threads may call it.
 
     Args:
         encoder: Model, tokenizer and prefix; the prefix begins with the text of `chat_frame` before a message.
@@ -148,7 +57,8 @@ class Answerer:
         chat: Whether to use the tokenizer's chat template; None uses it if there is one.
         passage_tokens: Largest number of tokens in a passage of a document that comes with a request. 0 keeps
             documents whole; None is 512, or a quarter of the model's context if that is less.
-        max_new_tokens: Largest number of tokens in an answer.
+        max_new_tokens: Largest number of tokens in an answer; requests for more get this many.
+        batch: Largest number of questions that a thread answers together.
     """
 
     def __init__(
@@ -161,11 +71,13 @@ class Answerer:
         chat: bool | None,
         passage_tokens: int | None,
         max_new_tokens: int,
+        batch: int,
     ) -> None:
-        self.encoder, self.indexes, self.method = encoder, indexes, method
-        self.max_new_tokens = max_new_tokens
+        self.encoder, self.indexes, self.method = encoder, dict(indexes), method
+        self.max_new_tokens, self.batch = max_new_tokens, batch
         self._prompt = prompt
         self._passage_tokens = encoder.passage_tokens if passage_tokens is None else passage_tokens
+        self._refreshing = Lock()
         self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
@@ -174,94 +86,121 @@ class Answerer:
         """Number of passages of each index."""
         return {name: len(index.passages) for name, index in self.indexes.items()}
 
-    def answer(self, questions: Sequence[PendingQuestion]) -> None:
-        """Answer questions together; sets each one's outcome or error. A ValueError means a bad request."""
-        prepared = []
-        for question in questions:
-            try:
-                prepared.append(self._prepare(question))
-            except Exception as error:
-                question.finish(error)
-        for group in self._grouped(prepared):
-            try:
-                self._generate(group)
-            except Exception as error:
-                for each in group:
-                    each.question.finish(error)
+    def prepare(self, question: PendingQuestion) -> None:
+        """Tokenize the messages, and choose and tokenize the passages.
 
-    def _grouped(self, questions: Sequence[_Prepared]) -> list[list[_Prepared]]:
-        """Consecutive questions that can share a batch: the longest text plus the longest answer fits the context.
-
-        A model without an end token answers one question at a time: `generate` could not pad answers that end early.
+        Raises:
+            ValueError: If the request is bad.
+            CancelledError: If nobody waits for the answer any more.
         """
-        longest = self.encoder.model.config.max_position_embeddings
-        if self.encoder.model.generation_config.eos_token_id is None:
-            return [[one] for one in questions]
-        groups: list[list[_Prepared]] = []
-        for one in questions:
-            group = [*groups[-1], one] if groups else [one]
-            tokens = max(len(each.context) + len(each.prompt) for each in group)
-            if groups and tokens + max(each.new_tokens for each in group) <= longest:
-                groups[-1] = group
-            else:
-                groups.append([one])
-        return groups
-
-    def _prepare(self, question: PendingQuestion) -> _Prepared:
-        asked = question.asked
-        new_tokens = asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens
-        if new_tokens > self.max_new_tokens:
-            raise ValueError(f"max_tokens={new_tokens} is more than the limit of this service, {self.max_new_tokens}")
+        asked, longest = question.asked, self.encoder.model.config.max_position_embeddings
+        if asked.characters > CHARACTERS * longest:
+            raise ValueError(
+                f"documents and messages have {asked.characters} characters, but the model takes {longest} tokens, "
+                f"at most {CHARACTERS * longest} characters: send fewer documents"
+            )
+        new_tokens = min(asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens, self.max_new_tokens)
         prompt = self.encoder.tokens(self.encoder.fill(*self._after(asked.messages)))
-        names, chunks = self._read(asked, len(self.encoder.prefix) + len(prompt) + new_tokens)
-        return _Prepared(question, names, self.encoder.compose(chunks), prompt, new_tokens)
-
-    def _generate(self, group: Sequence[_Prepared]) -> None:
-        ends = self.encoder.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        answers = [_Answer(self.encoder.tokenizer, each.question, each.new_tokens, ends) for each in group]
-        contexts, prompts = [each.context for each in group], [each.prompt for each in group]
-        longest = max(each.new_tokens for each in group)
-        batch = patch_batch(contexts, prompts, [self.method] * len(group), room=longest)
-        try:
-            sample, stop = _SampleEach([each.question.asked for each in group]), _StopEach(answers)
-            batch.generate(max_new_tokens=longest, logits_processor=[sample], stopping_criteria=[stop])
-        finally:
-            batch.close()
-        for each, answer, rows in zip(group, answers, batch.rows, strict=True):
-            text = self.encoder.tokenizer.decode(answer.ids, skip_special_tokens=True).lstrip()
-            finish, read = "stop" if answer.ids[-1] in ends else "length", len(each.context)
-            tokens = read + len(each.prompt), read - len(rows), len(answer.ids)
-            each.question.finish(Outcome(each.names, text, finish, *tokens))
-
-    def _read(self, asked: Completion, used: int) -> tuple[list[str], list[ChunkCache]]:
-        """Names and chunks of the passages; with `used` more tokens they fit into the model's context."""
+        used = len(self.encoder.prefix) + len(prompt)
         if not asked.documents:
             index = self._index(asked.index)
-            numbers = choose(index, asked.messages[-1].content, used)
-            return [index.passages[number].name for number in numbers], index.load(numbers)
+            numbers = choose(index, asked.messages[-1].content, used + new_tokens)
+            names = [index.passages[number].name for number in numbers]
+            tokens = used + sum(len(index.ids[number]) for number in numbers)
+            question.prepared = _Prepared(names, partial(index.load, numbers), prompt, tokens, new_tokens)
+            return
         if asked.index:
             raise ValueError("pass documents, or the name of an index, not both")
-        texts = [text if isinstance(text, Document) else Document(text=text) for text in asked.documents]
+        passages = self._split(question, asked.documents)
+        ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
+        tokens = used + sum(map(len, ids))
+        self.encoder.check_length(
+            tokens + new_tokens, "documents, messages and answer", "send fewer documents, or ask for less"
+        )
+        names = [passage.name for passage in passages]
+        question.prepared = _Prepared(names, partial(self._encoded, question, ids), prompt, tokens, new_tokens)
+
+    def answer(self, take: Take) -> None:
+        """Answer prepared questions until none waits; sets each one's outcome or error.
+
+        Those that wait join the others between tokens.
+
+        Args:
+            take: Takes a waiting question.
+        """
+        batch, taken = Batch(self.encoder, self.method), list[PendingQuestion]()
+
+        def more() -> bool:
+            while len(batch.unfinished) + len(taken) < self.batch and (question := take(fits)):
+                taken.append(question)
+            return bool(taken)
+
+        def fits(question: PendingQuestion) -> bool:
+            together = [each.prepared for each in [*taken, question]]
+            return batch.fits([(each.tokens, each.new_tokens) for each in together])
+
+        while more() or batch.unfinished:
+            asked = [*taken, *(answer.question for answer in batch.unfinished)]
+            new, taken[:] = self._read(taken), ()
+            try:
+                self._join(batch, new)
+                if batch.unfinished:
+                    batch.generate(more)
+            except Exception as error:
+                for question in asked:
+                    question.finish(error)
+                batch.close()
+        batch.close()
+
+    def _join(self, batch: Batch, new: Sequence[Joining]) -> None:
+        """Add answers to a batch. If they fail, the others go on."""
+        try:
+            batch.join(new)
+        except Exception as error:
+            for each in new:
+                each.question.finish(error)
+            batch.join(())
+
+    def _read(self, questions: Sequence[PendingQuestion]) -> list[Joining]:
+        """Load or encode the passages of questions. One that fails ends alone."""
+        read: list[Joining] = []
+        for question in questions:
+            names, chunks, prompt, _, new_tokens = question.prepared
+            try:
+                read.append(Joining(question, names, self.encoder.compose(chunks()), prompt, new_tokens))
+            except Exception as error:
+                question.finish(error)
+        return read
+
+    def _encoded(self, question: PendingQuestion, passages: Sequence[tuple[int, ...]]) -> list[ChunkCache]:
+        chunks: list[ChunkCache] = []
+        for ids in passages:
+            question.go_on()
+            chunks.append(self._encode(ids))
+        return chunks
+
+    def _split(self, question: PendingQuestion, documents: Sequence[str | Document]) -> list[Passage]:
+        """Passages of the documents of a request. The work ends when nobody waits for it."""
+        texts = [Document(text=text) if isinstance(text, str) else text for text in documents]
         if blank := [i + 1 for i, document in enumerate(texts) if not document.text.strip()]:
             raise ValueError(f"document {blank[0]} is blank: leave it out")
-        passages = split_documents(
-            {f"{i + 1}: {document.title}".rstrip(": "): document.text for i, document in enumerate(texts)},
-            self._passage_tokens,
-            self.encoder.spans,
-        )
-        ids = [tuple(self.encoder.tokens(passage.text).tolist()) for passage in passages]
-        self.encoder.check_length(
-            used + sum(map(len, ids)), "documents, messages and answer", "send fewer documents, or ask for less"
-        )
-        return [passage.name for passage in passages], [self._encode(each) for each in ids]
+
+        def spans(text: str) -> Sequence[tuple[int, int]]:
+            question.go_on()
+            return self.encoder.spans(text)
+
+        named = {f"{i + 1}: {each.title}".rstrip(": "): each.text for i, each in enumerate(texts)}
+        return split_documents(named, self._passage_tokens, spans)
 
     def _index(self, name: str | None) -> ChunkIndex:
         names = [*self.indexes]
         name = names[0] if name is None and len(names) == 1 else name
         if name is None or name not in self.indexes:
             raise ValueError(f"pass documents, or the name of an index; there are these: {', '.join(names) or 'none'}")
-        return self.indexes[name]
+        with self._refreshing:
+            if self.indexes[name].changed:  # by another process
+                self.indexes[name] = self.indexes[name].refresh()
+            return self.indexes[name]
 
     def _after(self, messages: Sequence[Message]) -> tuple[str, dict[str, str]]:
         """Template of the conversation after the passages, and the text of each message by its place in the template.
@@ -288,75 +227,3 @@ class Answerer:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return whole.partition(USER_TEXT)[2], texts
-
-
-class _Answer(TextStreamer):
-    """An answer during generation. Each word is emitted as soon as it is complete.
-
-    Attributes:
-        ids: Token ids so far.
-    """
-
-    def __init__(self, tokenizer: Any, question: PendingQuestion, most: int, ends: Sequence[int | None]) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
-        self._question, self._most, self._ends, self._begun = question, most, ends, False
-        self.ids: list[int] = []
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer has its end token or largest length, or the question was cancelled."""
-        return self._question.outcome.cancelled() or self.ids[-1] in self._ends or len(self.ids) == self._most
-
-    def add(self, token: int) -> bool:
-        """Append a token unless the answer has ended; returns whether it has ended."""
-        if not (self.ids and self.ended):
-            self.ids.append(token)
-            self.put(torch.tensor([token]))
-            if self.ended:
-                self.end()
-        return self.ended
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        text = text if self._begun else text.lstrip()
-        if text:
-            self._begun = True
-            self._question.emit(text)
-
-
-class _StopEach(StoppingCriteria):
-    """Appends the new token of each row to its answer, and stops rows with finished answers."""
-
-    def __init__(self, answers: Sequence[_Answer]) -> None:
-        self._answers = answers
-
-    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        tokens = input_ids[:, -1].tolist()
-        ended = [answer.add(token) for answer, token in zip(self._answers, tokens, strict=True)]
-        return torch.tensor(ended, device=input_ids.device)
-
-
-class _SampleEach(LogitsProcessor):
-    """Samples each row with its request's options; rows with temperature 0 stay greedy."""
-
-    def __init__(self, asked: Sequence[Completion]) -> None:
-        self._samples = [
-            _Sample(each.temperature, each.top_p, each.seed) if each.temperature else None for each in asked
-        ]
-
-    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        rows = zip(self._samples, scores[:, None], strict=True)
-        return torch.cat([sample(input_ids, row) if sample else row for sample, row in rows])
-
-
-class _Sample(LogitsProcessor):
-    """Samples by the Gumbel-max trick, with a random generator for one request only."""
-
-    def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
-        self._temperature, self._top_p = temperature, TopPLogitsWarper(top_p)
-        self._generator = torch.Generator()
-        self._generator.manual_seed(secrets.randbelow(2**63) if seed is None else seed)
-
-    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
-        scores = self._top_p(input_ids, scores.float() / self._temperature)
-        noise = torch.rand(scores.shape, generator=self._generator, dtype=torch.float64).clamp_min(1e-300)
-        return scores - (-noise.log()).log().to(scores)

@@ -1,14 +1,11 @@
 # pyright: basic
 """Answers about documents over HTTP, as OpenAI's chat completions."""
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
-from queue import Empty, SimpleQueue
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -16,80 +13,44 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from foveate.apps.serve.answerer import Answerer, Completion, Outcome, PendingQuestion
-from foveate.apps.serve.http import create_app, overloaded, until_gone
+from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.completion import Completion, Outcome
+from foveate.apps.serve.http import Health, create_app, until_gone
+from foveate.apps.serve.question_queue import QuestionQueue
 
-__all__ = ["QuestionQueue", "chat_app", "local_chat_app"]
+__all__ = ["chat_app", "local_chat_app"]
 
 MAX_BODY = 2**22
-THREADS = 2
-"""Number of threads that answer, so that the next batch can begin during another."""
-
-
-class QuestionQueue:
-    """A bounded queue of questions. Its threads take waiting questions, up to a batch at a time, and answer them.
-
-    Args:
-        answer: Answers several questions together.
-        batch: Largest number of questions in a batch.
-        queue: Largest number of waiting questions.
-    """
-
-    def __init__(self, answer: Callable[[Sequence[PendingQuestion]], None], batch: int, queue: int) -> None:
-        self._answer, self._batch, self._most, self.busy = answer, batch, THREADS * batch + queue, 0
-        self._waiting, self._threads = SimpleQueue[PendingQuestion](), ThreadPoolExecutor(THREADS)
-
-    def _work(self) -> None:
-        questions: list[PendingQuestion] = []
-        with suppress(Empty):
-            while len(questions) < self._batch:
-                if not (question := self._waiting.get_nowait()).outcome.cancelled():
-                    questions.append(question)
-        if questions:  # otherwise another thread has taken them
-            self._answer(questions)
-
-    async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
-        """Yield the answer piece by piece, then its outcome. Closing the generator cancels the answer."""
-        if self.busy >= self._most:
-            raise overloaded()
-        loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        question = PendingQuestion(asked, lambda text: loop.call_soon_threadsafe(found.put_nowait, text))
-        question.outcome.add_done_callback(lambda _: loop.call_soon_threadsafe(found.put_nowait, None))
-        self.busy += 1
-        self._waiting.put(question)
-        self._threads.submit(self._work)
-        try:
-            while (piece := await found.get()) is not None:
-                yield piece
-            yield question.outcome.result()
-        finally:
-            question.outcome.cancel()
-            self.busy -= 1
 
 
 def chat_app(
     answer: Callable[[Completion], AsyncGenerator[str | Outcome]],
-    health: Callable[[], Awaitable[dict[str, Any]]],
+    health: Health,
+    ready: Health,
     model: str,
     *,
     key: str,
     timeout: float,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """The chat service as an application for an ASGI server such as uvicorn.
 
     Args:
         answer: Answers a request piece by piece, then with its outcome. It raises a ValueError for a bad request.
-        health: Returns the fields of /health; raises an HTTPException if requests cannot be answered.
+        health: Fields of /health; see `create_app`.
+        ready: Fields of /ready.
         model: Name of the model.
         key: API key of requests; empty for none.
         timeout: Deadline of a request in seconds.
+        origins: Origins of web pages that may use the service.
     """
     registry = CollectorRegistry()
     tokens = Counter("foveate_tokens", "Tokens, by what became of them.", ["kind"], registry=registry)
     first_token = Histogram("foveate_first_token_seconds", "Seconds to the first words.", registry=registry)
     app, api = create_app(
-        "Foveate: documents", model, key=key, max_body=MAX_BODY, timeout=timeout, registry=registry, health=health
-    )
+        "Foveate: documents", model, key=key, max_body=MAX_BODY, timeout=timeout, registry=registry, health=health,
+        ready=ready, origins=origins,
+    )  # fmt: skip
 
     async def pieces(asked: Completion) -> AsyncGenerator[str | Outcome]:
         began, begun = time.perf_counter(), False
@@ -126,23 +87,30 @@ def chat_app(
     return app
 
 
-def local_chat_app(answerer: Answerer, model: str, *, key: str, batch: int, queue: int, timeout: float) -> FastAPI:
+def local_chat_app(
+    answerer: Answerer, model: str, *, key: str, queue: int, timeout: float, origins: Sequence[str] = ()
+) -> FastAPI:
     """The chat service with its model in this process, as an application for an ASGI server such as uvicorn.
 
     Args:
         answerer: Model, indexes and method.
         model: Name of the model.
         key: API key of requests; empty for none.
-        batch: Largest number of requests answered together.
         queue: Largest number of waiting requests.
-        timeout: Deadline of a request in seconds.
+        timeout: Deadline of a request in seconds. Work that makes no step for so long is no longer healthy.
+        origins: Origins of web pages that may use the service.
     """
-    waiting = QuestionQueue(answerer.answer, batch, queue)
+    waiting = QuestionQueue(answerer.prepare, answerer.answer, answerer.batch, queue)
 
     async def health() -> dict[str, Any]:
+        waiting.check(timeout)
         return {"busy": waiting.busy, "indexes": answerer.sizes}
 
-    return chat_app(waiting.pieces, health, model, key=key, timeout=timeout)
+    async def ready() -> dict[str, Any]:
+        waiting.check_ready()
+        return {"busy": waiting.busy}
+
+    return chat_app(waiting.pieces, health, ready, model, key=key, timeout=timeout, origins=origins)
 
 
 async def _last(found: AsyncGenerator[str | Outcome]) -> Any:

@@ -2,18 +2,18 @@
 """Answers about documents from several replicas, each with its own model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import HTTPException
-from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from foveate.apps.serve.answerer import Answerer, Completion, Outcome
-from foveate.apps.serve.chat import QuestionQueue, chat_app
+from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.completion import Completion, Outcome
 from foveate.apps.serve.http import overloaded
+from foveate.apps.serve.question_queue import QuestionQueue
 from foveate.apps.serve.replicas import RETRIES, count_replicas
 
 __all__ = ["ChatFront", "ChatReplica"]
@@ -24,11 +24,17 @@ class ChatReplica:
 
     Args:
         open_answerer: Loads the model and opens the indexes.
-        batch: Largest number of requests answered together.
+        timeout: Seconds without a step of work after which Ray replaces the replica.
     """
 
-    def __init__(self, open_answerer: Callable[[], Answerer], batch: int) -> None:
-        self._queue = QuestionQueue(open_answerer().answer, batch, queue=0)  # requests wait at Ray's handle
+    def __init__(self, open_answerer: Callable[[], Answerer], timeout: float) -> None:
+        answerer, self._timeout = open_answerer(), timeout
+        # requests wait at Ray's handle
+        self._queue = QuestionQueue(answerer.prepare, answerer.answer, answerer.batch, queue=0)
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces the replica after an error."""
+        self._queue.check(self._timeout)
 
     async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome | ValueError]:
         """Yield the answer piece by piece, then its outcome; or the error of a bad request."""
@@ -40,22 +46,23 @@ class ChatReplica:
             yield error
 
 
-@serve.ingress()
 class ChatFront:
-    """HTTP front: checks requests and passes them to replicas."""
+    """Passes requests to replicas.
 
-    def __init__(self, model: str, key: str, timeout: float, indexes: dict[str, int], replicas: Mapping[str, Any]):
-        self._model, self._key, self._timeout, self._indexes = model, key, timeout, indexes
-        self._replicas, (replica,) = replicas, replicas.values()
-        self._replica = replica.options(stream=True)
+    Args:
+        replica: Ray's handle of the replicas.
+        name: Name of the replicas.
+        indexes: Names of the indexes.
+    """
 
-    def __serve_build_asgi_app__(self) -> Any:
-        return chat_app(self._pieces, self._health, self._model, key=self._key, timeout=self._timeout)
+    def __init__(self, replica: Any, name: str, indexes: Sequence[str]) -> None:
+        self._replica, self._name, self._indexes = replica.options(stream=True), name, [*indexes]
 
-    async def _health(self) -> dict[str, Any]:
-        return {"replicas": sum((await count_replicas(self._replicas)).values()), "indexes": self._indexes}
+    async def health(self) -> dict[str, Any]:
+        """Fields of /health."""
+        return {"replicas": (await count_replicas([self._name]))[self._name], "indexes": self._indexes}
 
-    async def _pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
+    async def pieces(self, asked: Completion) -> AsyncGenerator[str | Outcome]:
         """Yield the answer piece by piece. If a replica dies before the first piece, another one starts over."""
         for _ in range(RETRIES + 1):
             answer, begun = self._replica.pieces.remote(asked), False

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from secrets import compare_digest
 from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -20,6 +23,8 @@ __all__ = ["api_key", "create_app", "free_port", "overloaded", "until_gone"]
 
 KEY = "FOVEATE_API_KEY"
 LOOPBACK = "127.0.0.1", "localhost", "::1"
+BODY_SECONDS = 30
+"""Time in which the body of a request must arrive."""
 CLIENT_LEFT = 499
 """Status of a request whose client has left, in metrics and logs, as in nginx."""
 Result = TypeVar("Result")
@@ -52,6 +57,9 @@ def free_port(host: str, port: int) -> int:
         ) from error
 
 
+Health = Callable[[], Awaitable[dict[str, Any]]]
+
+
 def create_app(
     title: str,
     model: str,
@@ -60,9 +68,13 @@ def create_app(
     max_body: int,
     timeout: float,
     registry: CollectorRegistry,
-    health: Callable[[], Awaitable[dict[str, Any]]],
+    health: Health,
+    ready: Health | None = None,
+    origins: Sequence[str] = (),
 ) -> tuple[FastAPI, APIRouter]:
-    """Create an application with /health, /metrics, /docs and /v1/models, and the router for the rest of /v1.
+    """Create an application with /health, /ready, /metrics, /docs and /v1/models, and the router for the rest of /v1.
+
+    The key is checked before the body of a request is read.
 
     Args:
         title: Title of the documentation.
@@ -71,36 +83,69 @@ def create_app(
         max_body: Largest number of bytes in the body of a request.
         timeout: Seconds after which a request is cancelled.
         registry: Registry of the metrics.
-        health: Returns further fields for /health; raises an HTTPException if requests cannot be answered.
+        health: Returns further fields for /health; raises an HTTPException if the service must be restarted.
+        ready: The same for /ready; raises one also if a request should go elsewhere for now. None is `health`.
+        origins: Origins of web pages whose scripts may use the service (CORS); "*" lets all.
     """
     app = FastAPI(title=title, redoc_url=None)
     app.add_middleware(_Watch, max_body=max_body, timeout=timeout, registry=registry)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_exception_handler(StarletteHTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
 
-    def check_key(sent: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
-        if key and not (sent and compare_digest(sent.credentials.encode(), key.encode())):
-            raise HTTPException(401, "send the API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
+    class Keyed(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
 
-    router = APIRouter(dependencies=[Depends(check_key)])
+            async def checked(request: Request) -> Response:
+                scheme, sent = get_authorization_scheme_param(request.headers.get("authorization"))
+                if key and not (scheme.lower() == "bearer" and compare_digest(sent.encode(), key.encode())):
+                    raise HTTPException(
+                        401, "send the API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+                    )
+                return await handle(request)
 
-    @app.get("/health")
-    async def _health() -> dict[str, Any]:
-        """Whether requests can be answered: 200 or 503."""
-        return {"status": "ok", **await health()}
+            return checked
+
+    described = Depends(HTTPBearer(auto_error=False))  # for /docs
+    router = APIRouter(route_class=Keyed, dependencies=[described])
+
+    for path, state, about in (
+        ("/health", health, "Whether the service works: 200, or 503 if it must be restarted."),
+        ("/ready", ready or health, "Whether it takes a request now: 200 or 503."),
+    ):
+        app.get(path, description=about)(_status(state))
+        app.head(path, include_in_schema=False)(_status(state))
 
     @router.get("/metrics")
     async def _metrics() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    about = {"id": model, "object": "model", "created": 0, "owned_by": "foveate"}
+
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:
         """The model of this service."""
-        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "foveate"}]}
+        return {"object": "list", "data": [about]}
+
+    @router.get("/v1/models/{name:path}")
+    async def _model(name: str) -> dict[str, Any]:
+        """The model, by its name."""
+        if name != model:
+            raise HTTPException(404, f"the only model here is {model!r}")
+        return about
 
     return app, router
+
+
+def _status(state: Health) -> Callable[[], Awaitable[dict[str, Any]]]:
+    async def status() -> dict[str, Any]:
+        return {"status": "ok", **await state()}
+
+    return status
 
 
 def overloaded(seconds: int = 1) -> HTTPException:
@@ -143,12 +188,19 @@ class _Watch:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status, size, began = CLIENT_LEFT, 0, perf_counter()
+        status, size, complete, began = CLIENT_LEFT, 0, False, perf_counter()
 
         async def bounded() -> Any:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(began + BODY_SECONDS - perf_counter()):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS} s") from None
             size += len(message.get("body", b""))
+            complete = not message.get("more_body")
             if size > self._max_body:
                 raise HTTPException(413, f"the body has more than {self._max_body} bytes")
             return message

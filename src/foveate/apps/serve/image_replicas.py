@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from ray import serve
@@ -42,6 +43,8 @@ class Job:
 
 class ServedPipeline:
     """One pipeline with one method set.
+
+    `last_step` is the time of the last denoising step, None between images.
 
     Args:
         model: Folder or hub id of the pipeline.
@@ -82,6 +85,7 @@ class ServedPipeline:
         else:
             self._applied = apply(self._pipe, method)
         self._size, self._about = size or own_size(self._pipe), about
+        self.last_step: float | None = None
 
     def job(self, prompt: str, size: tuple[int, int] | None, steps: int, seed: int) -> Job:
         """Job of a request; an invalid request has its error as result already."""
@@ -96,9 +100,11 @@ class ServedPipeline:
         """Generate images in batches of one size and number of steps; stop when all clients have left."""
 
         def go_on() -> None:
+            self.last_step = monotonic()
             if all(job.abandoned for job in jobs):
                 raise _Abandoned
 
+        self.last_step = monotonic()
         for job in jobs:
             if end := unread(self._pipe, job.request.prompt):
                 job.result = f"the model does not read the end of the prompt: {end!r}; shorten it"
@@ -121,10 +127,18 @@ class ServedPipeline:
 
 
 class ImageReplica(ServedPipeline):
-    """A `ServedPipeline` on Ray Serve; takes its arguments and the largest batch."""
+    """A `ServedPipeline` on Ray Serve.
 
-    def __init__(self, *args: Any, batch: int, **options: Any) -> None:
+    Args:
+        *args: Arguments of `ServedPipeline`.
+        batch: Largest number of images generated together.
+        timeout: Seconds without a denoising step after which Ray replaces the replica.
+        **options: Options of `ServedPipeline`.
+    """
+
+    def __init__(self, *args: Any, batch: int, timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._timeout = timeout
         together: Any = self._draw
         together.set_max_batch_size(batch)
 
@@ -136,9 +150,17 @@ class ImageReplica(ServedPipeline):
         finally:
             job.abandoned = True
 
+    def check_health(self) -> None:
+        """Called by Ray, which replaces the replica after an error."""
+        if self.last_step and monotonic() - self.last_step > self._timeout:
+            raise RuntimeError(f"no denoising step for {self._timeout:g} s")
+
     @serve.batch(batch_wait_timeout_s=0.01)
     async def _draw(self, jobs: list[Job]) -> list[bytes | str]:
-        await asyncio.to_thread(self.draw_together, jobs)
+        try:
+            await asyncio.to_thread(self.draw_together, jobs)
+        finally:
+            self.last_step = None
         return [job.result for job in jobs]
 
 

@@ -5,25 +5,37 @@ import asyncio
 import base64
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import HTTPException, Response
+from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HTTPRequest
 from prometheus_client import CollectorRegistry, Counter
-from pydantic import BaseModel, Field
-from ray import serve
+from pydantic import Field
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from foveate.apps.serve.http import create_app, overloaded, until_gone
 from foveate.apps.serve.replicas import RETRIES, count_replicas
+from foveate.apps.serve.request_model import Neutral, RequestModel
 
 __all__ = ["ImageFront", "Limits"]
 
 MAX_BODY = 2**16
 MAX_PROMPT = 8192
 MOST_SEEDS = 2**63
+NEUTRAL = {
+    "background": ["auto"],
+    "moderation": ["auto"],
+    "output_compression": [100],
+    "output_format": ["png"],
+    "partial_images": [0],
+    "quality": ["auto"],
+    "stream": [False],
+    "style": [],
+}
+"""Values of OpenAI's other fields that ask for nothing."""
 KEPT = 2**28
 """Memory in bytes for images that clients fetch by URL; the oldest are dropped first."""
 
@@ -38,6 +50,7 @@ class Limits:
         max_steps: Largest number of denoising steps.
         max_n: Largest number of images of a request.
         timeout: Deadline of a request in seconds.
+        origins: Origins of web pages that may use the service.
     """
 
     steps: int
@@ -45,11 +58,18 @@ class Limits:
     max_steps: int
     max_n: int
     timeout: float
+    origins: Sequence[str] = ()
 
 
-@serve.ingress()
 class ImageFront:
-    """HTTP front: checks requests and passes their images to replicas."""
+    """Checks requests and passes their images to replicas.
+
+    Args:
+        model: Name of the model.
+        key: API key of requests; empty for none.
+        limits: Limits and defaults of requests.
+        replicas: Ray's handle of the replicas of each method; the first method is the default.
+    """
 
     def __init__(self, model: str, key: str, limits: Limits, replicas: dict[str, Any]) -> None:
         self._model, self._key, self._limits, self._replicas = model, key, limits, replicas
@@ -60,14 +80,15 @@ class ImageFront:
             "foveate_retries", "Images started again because a replica died.", registry=self._registry
         )
 
-    def __serve_build_asgi_app__(self) -> Any:
+    def app(self) -> FastAPI:
+        """The service as an application for an ASGI server."""
         limits, default = self._limits, next(iter(self._replicas))
         app, api = create_app(
             "Foveate: images", self._model, key=self._key, max_body=MAX_BODY, timeout=limits.timeout,
-            registry=self._registry, health=self._health,
+            registry=self._registry, health=self._health, origins=limits.origins,
         )  # fmt: skip
 
-        class Generation(BaseModel, extra="forbid"):
+        class Generation(RequestModel):
             prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
             model: Literal[self._model] | None = None  # pyright: ignore
             method: Literal[*self._replicas] = default  # pyright: ignore
@@ -77,6 +98,8 @@ class ImageFront:
             seed: Annotated[int, Field(ge=0, lt=MOST_SEEDS)] | None = None
             response_format: Literal["b64_json", "url"] = "b64_json"
             user: str | None = None
+
+            neutral: ClassVar[Neutral] = NEUTRAL
 
         @api.post("/v1/images/generations")
         async def _generations(asked: Generation, http: HTTPRequest) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 # pyright: basic
-"""Services on Ray Serve: one front answers HTTP and passes requests to replicas with the model."""
+"""Replicas on Ray Serve, each a process with a model, to which this process passes requests."""
 
 import asyncio
 import logging
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -17,7 +17,6 @@ from foveate.utils.files import slug
 
 __all__ = ["RETRIES", "count_replicas", "running"]
 
-APPLICATION = "foveate"
 RETRIES = 3
 """Largest number of restarts of a request whose replica died, so that a crashing request ends."""
 OBJECT_STORE = 100 * 2**20
@@ -26,28 +25,20 @@ OBJECT_STORE = 100 * 2**20
 
 @contextmanager
 def running(
-    front: type,
-    front_args: Sequence[Any],
     replica: type,
     replica_args: Mapping[str, Mapping[str, Any]],
     *,
-    host: str,
-    port: int,
     batch: int,
     queue: int,
     replicas: tuple[int, int] = (1, 1),
     address: str = "",
     gpu: bool = False,
-) -> Generator[None]:
-    """Start a service, and stop it when the `with` block ends.
+) -> Generator[dict[str, Any]]:
+    """Start replicas, and stop them when the `with` block ends. Yields Ray's handle of the replicas of each name.
 
     Args:
-        front: Class that answers HTTP. Its last argument is a dict with Ray's handle of the replicas of each name.
-        front_args: The other arguments of `front`.
-        replica: Class of the replicas.
+        replica: Class of the replicas. Ray replaces a replica whose method `check_health` raises an error.
         replica_args: Keyword arguments of `replica` by name. Each name, such as a method, gets its own replicas.
-        host: Address to listen on.
-        port: Port to listen on.
         batch: Largest number of requests that a replica answers together.
         queue: Largest number of requests of a name that wait until one of its replicas is free; more are refused.
         replicas: Smallest and largest number of replicas of each name.
@@ -71,7 +62,7 @@ def running(
             num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False, logging_level=logging.WARNING
         )
     try:
-        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=quiet)
+        serve.start(proxy_location="Disabled", logging_config=quiet)
         scale: Any = {"num_replicas": fewest}
         if most > fewest:
             wanted = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": batch}
@@ -82,20 +73,20 @@ def running(
             ray_actor_options={"num_cpus": threads, "num_gpus": int(gpu)},
             **scale,
         )
-        bound = {name: kind.options(name=_deployment(name)).bind(**given) for name, given in replica_args.items()}
-        http = serve.deployment(front).options(
-            max_ongoing_requests=10_000,
-            ray_actor_options={"num_cpus": 0},
-            logging_config=quiet | {"log_level": "ERROR"},  # Ray warns of every request that the queue refuses
-        )
+        targets = [
+            serve.RunTarget(kind.bind(**given), _application(name), None, quiet)
+            for name, given in replica_args.items()
+        ]
         try:
-            serve.run(http.bind(*front_args, bound), name=APPLICATION, logging_config=quiet)
+            handles = serve.run_many(targets)
         except RuntimeError as error:
             raise ValueError(f"the service did not start: {error}") from error
-        yield
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it warns of every request that the queue refuses
+        yield dict(zip(replica_args, handles, strict=True))
     finally:
         if address:
-            serve.delete(APPLICATION)
+            for name in replica_args:
+                serve.delete(_application(name))
         else:
             serve.shutdown()
         ray.shutdown()
@@ -108,13 +99,14 @@ async def count_replicas(names: Iterable[str]) -> dict[str, int]:
         HTTPException: If a kind has none.
     """
     status = await asyncio.to_thread(serve.status)
-    deployments = status.applications[APPLICATION].deployments
-    states = {name: deployments[_deployment(name)].replica_states for name in names}
-    found = {name: sum(n for state, n in each.items() if state == "RUNNING") for name, each in states.items()}
+    found = dict.fromkeys(names, 0)
+    for name in found:
+        for deployment in status.applications[_application(name)].deployments.values():
+            found[name] += sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
     if not all(found.values()):
         raise HTTPException(503, f"no replica is running for {', '.join(m for m, n in found.items() if not n)}")
     return found
 
 
-def _deployment(name: str) -> str:
-    return f"replica-{slug(name)[:30]}-{crc32(name.encode()):08x}"
+def _application(name: str) -> str:
+    return f"foveate-{slug(name)[:30]}-{crc32(name.encode()):08x}"

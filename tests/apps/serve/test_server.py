@@ -1,0 +1,73 @@
+"""Laws of the HTTP server: connections that send nothing useful end."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+
+from foveate.apps.serve import server
+from foveate.apps.serve.http import free_port
+
+
+async def hello(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+@contextmanager
+def serving():
+    port, ready = free_port("127.0.0.1", 0), threading.Event()
+    one = server.Server(hello, "127.0.0.1", port, ready.set)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield port
+    finally:
+        one.should_exit = True
+        thread.join()
+
+
+def closed(connection, seconds):
+    connection.settimeout(seconds)
+    try:
+        return not connection.recv(1000)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_header_that_does_not_arrive_closes_its_connection(monkeypatch):
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    with serving() as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        begun = time.monotonic()
+        for each in slow:
+            each.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert client.get("/").text == "hi"
+        again = socket.create_connection(("127.0.0.1", port))
+        again.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")  # the second header is incomplete
+        assert b"hi" in again.recv(1000)
+        assert all(closed(each, 20) for each in [*slow, again])
+        assert time.monotonic() - begun < 10
+        for each in [*slow, again]:
+            each.close()
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
+    with serving() as port:
+        first, second = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        time.sleep(0.1)
+        third = socket.create_connection(("127.0.0.1", port))
+        assert closed(third, 20)
+        assert not closed(second, 0.1)
+        first.close()
+        time.sleep(0.1)
+        with httpx.Client() as client:
+            assert client.get(f"http://127.0.0.1:{port}").text == "hi"
+        for each in (second, third):
+            each.close()
