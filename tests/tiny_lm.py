@@ -7,6 +7,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
 
 from foveate.transformers import ChunkEncoder, model
+from foveate.transformers.attention import CACHE
 
 FAMILIES = {config.model_type.removesuffix("_text"): config for config in model.FAMILIES}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -77,4 +78,4 @@ def full_logits(encoder, context, prompt):
 def cached_logits(encoder, context, prompt):
     """Logits of the prompt after the cache of the context."""
     with torch.no_grad():
-        return encoder.model(input_ids=encoder.tokens(prompt)[None], past_key_values=context.cache()).logits[0]
+        return encoder.model(input_ids=encoder.tokens(prompt)[None], **{CACHE: context.cache()}).logits[0]

@@ -14,6 +14,7 @@ from foveate import InfoFlowKV
 from foveate.ops.rotary import rotate
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers import encoder as encoder_module
+from foveate.transformers.attention import CACHE
 from foveate.transformers.fingerprint import checksum
 
 
@@ -29,7 +30,7 @@ def test_rotated_keys_equal_keys_computed_at_the_position(family, rope):
         cache = DynamicCache()
         ids = torch.cat([ours.prefix, chunk.ids])
         ours.model.model(input_ids=ids[None], position_ids=torch.arange(place, place + len(ids))[None],
-                         past_key_values=cache)  # fmt: skip
+                         **{CACHE: cache})  # fmt: skip
         skip = 0 if place == 0 else len(ours.prefix)
         rows = slice(rows.start + skip, rows.stop)
         for layer, key, value in zip(cache.layers, keys, values, strict=True):

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_lm import DOCUMENTS, encoder
+from transformers import DynamicCache
 
 from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute
+from foveate.transformers.attention import CACHE
 from foveate.transformers.index import ChunkIndex
 from foveate.transformers.known_prompt import KnownPrompt, PromptMatcher, paged_slots
 
@@ -70,7 +72,7 @@ def test_rows_equal_the_rows_of_the_context(index, method):
 def test_recomputing_all_rows_gives_the_rows_of_the_model(index, method):
     prompt = known(index, [1, 2])
     with torch.no_grad():
-        cache = index.encoder.model(torch.tensor([prompt.ids[: prompt.rows]])).past_key_values
+        index.encoder.model(torch.tensor([prompt.ids[: prompt.rows]]), **{CACHE: (cache := DynamicCache())})
     for layer, key, value in zip(cache.layers, *prompt.compose(index, method), strict=True):
         torch.testing.assert_close(layer.keys[0].transpose(0, 1), key)
         torch.testing.assert_close(layer.values[0].transpose(0, 1), value)

@@ -22,7 +22,7 @@ from foveate import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
 from foveate.methods.recompute_policy import RecomputePolicy, places
 from foveate.transformers import ChunkEncoder, row_cache
-from foveate.transformers.attention import capture_unrotated_keys
+from foveate.transformers.attention import CACHE, capture_unrotated_keys
 
 METHODS = [InfoFlowKV(), InfoFlowKV(reorder=True, recompute=0.4), InfoFlowKV(norm="l1", geometry="hl-hp"),
            RandomRows(), EPIC(), CacheBlend(), CacheBlend(rank="k"), FullPrefill(), NoRecompute()]  # fmt: skip
@@ -112,7 +112,7 @@ def test_options_that_a_context_does_not_support_are_refused():
             for generate in both:
                 with pytest.raises(ValueError, match="leave out generation_config and return_dict_in_generate"):
                     generate(**option)
-        for option in ({"past_key_values": context.cache()}, {"attention_mask": torch.ones(1, 9)}):
+        for option in ({CACHE: context.cache()}, {"attention_mask": torch.ones(1, 9)}):
             for generate in both:
                 with pytest.raises(ValueError, match=f"leave out {next(iter(option))}: context and prompt set"):
                     generate(**option)
@@ -195,7 +195,7 @@ def test_scores_are_the_attention_weights_of_the_model(family, norm, geometry):
     prompt = ours.tokens(PROMPTS[1])
     at = torch.arange(start, start + len(prompt))[None]
     with torch.no_grad():
-        output = ours.model(input_ids=prompt[None], position_ids=at, past_key_values=context.cache(),
+        output = ours.model(input_ids=prompt[None], position_ids=at, **{CACHE: context.cache()},
                             output_attentions=True)  # fmt: skip
     attention = torch.stack([output.attentions[layer][0].mean(0)[:, : len(context)] for layer in layers])
     expected = attention.norm(dim=1).mean(0) if norm == "l2" else attention.sum(1).mean(0)
@@ -290,9 +290,7 @@ def test_answers_longer_than_the_room_after_the_prompt_are_the_same():
         assert patched.generate(max_new_tokens=300) == text
         assert text.startswith(patched.generate(max_new_tokens=20))
         ids = torch.cat([long.ids, patched.prompt])[None]
-        alone = ours.model.generate(
-            input_ids=ids, past_key_values=patched.cache(), max_new_tokens=300, do_sample=False
-        )
+        alone = ours.model.generate(input_ids=ids, **{CACHE: patched.cache()}, max_new_tokens=300, do_sample=False)
     assert text == ours.tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
 
 

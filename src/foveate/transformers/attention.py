@@ -15,7 +15,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -25,7 +27,10 @@ from foveate.methods.recompute_policy import Norm
 from foveate.ops.attention_received import attention_received
 from foveate.ops.row_attention import row_attention
 
-__all__ = ["RowPass", "StopForward", "capture_unrotated_keys", "row_model"]
+__all__ = ["CACHE", "RowPass", "StopForward", "capture_unrotated_keys", "row_model"]
+
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+"""Name of the argument of models and of `generate` that takes a cache."""
 
 ROW_ATTENTION = "foveate_rows"
 _CAPTURED: ContextVar[dict[int, list[Tensor]] | None] = ContextVar("_CAPTURED", default=None)
@@ -108,13 +113,12 @@ def row_model(model: Any) -> Any:
     return copy
 
 
-def _forward(
-    forward: Any, input_ids: Tensor, past_key_values: Any, row_pass: RowPass | None = None, **options: Any
-) -> Any:
+def _forward(forward: Any, input_ids: Tensor, row_pass: RowPass | None = None, **options: Any) -> Any:
     """The model's forward pass. Calls of `model.generate`, which knows no rows, append to a `RowCache`."""
     if row_pass is None:
-        return MoeModelOutputWithPast(past_key_values.append(input_ids), past_key_values)  # dense models have a subset
-    return forward(input_ids=input_ids, past_key_values=past_key_values, row_pass=row_pass, **options)
+        cache = options[CACHE]
+        return MoeModelOutputWithPast(cache.append(input_ids), cache)  # dense models have a subset
+    return forward(input_ids=input_ids, row_pass=row_pass, **options)
 
 
 def _keep_unrotated_keys(attention: Any, layer: int) -> None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from foveate.methods.recompute_policy import FixedRows, Geometry, Norm, RecomputePolicy, Spans, places
 from foveate.ops.rotary import copy_rows
+from foveate.transformers.attention import CACHE
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
 from foveate.transformers.row_cache import RowCache
@@ -318,7 +319,7 @@ class PatchedBatch(NamedTuple):
         """Next-token logits after each of the last tokens of the prompts, or after all of them if `last` is 0."""
         self.cache.rewind()
         ids = pad_sequence(self.prompts, batch_first=True)
-        logits = self.cache.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=last).logits
+        logits = self.cache.model(input_ids=ids, **{CACHE: self.cache}, logits_to_keep=last).logits
         return [row[-(last or len(ids)) :] for row, ids in zip(logits, self.prompts, strict=True)]
 
     def generate(self, **options: Any) -> list[str]:

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
 
+from foveate.transformers.attention import CACHE
 from foveate.utils.choices import check_choice
 
 __all__ = [
@@ -67,7 +68,7 @@ class PrefilledContext(NamedTuple):
             text.to(self.model.device),
             attention_mask=torch.ones(batch, cached + tokens, dtype=torch.long, device=self.model.device),
             position_ids=torch.arange(self.position, self.position + tokens, device=self.model.device)[None],
-            past_key_values=cache,
+            **{CACHE: cache},
         ).logits
 
     def score(self, question: Sequence[int], answers: Sequence[Sequence[int]]) -> Float[Tensor, "answers"]:
@@ -272,7 +273,8 @@ def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
         raise ValueError("there is nothing to read: pass a block with one example, or a start")
     _check_length(model, len(tokens))
     text = torch.tensor([tokens], device=model.device)
-    cache = model(text, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    cache: Any = DynamicCache()
+    model(text, **{CACHE: cache}, use_cache=True)
     return PrefilledContext(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
 
 

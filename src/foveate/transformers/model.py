@@ -36,7 +36,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from foveate.transformers.attention import row_model
+from foveate.transformers.attention import CACHE, row_model
 from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.row_cache import SPARE_ROWS, RowCache
@@ -64,7 +64,7 @@ CAPACITY_STEP = 256
 SPARE = 2
 """Largest number of unused caches to keep."""
 # options of `model.generate` for the text and its cache, which `generate` sets itself
-GIVEN = "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "past_key_values"
+GIVEN = "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", CACHE
 # options that a cached context does not support
 UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementation", "prefill_chunk_size"
 
@@ -394,6 +394,7 @@ class LanguageModel:
         self,
         texts: Sequence[Int[Tensor, "_"]],
         cache: RowCache | None = None,
+        /,
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,
@@ -431,11 +432,10 @@ class LanguageModel:
         output = model.generate(
             input_ids=padded,
             attention_mask=mask.long(),
-            past_key_values=cache,
             max_new_tokens=max_new_tokens,
             do_sample=do_sample,
             num_return_sequences=num_return_sequences,
-            **options | {"return_dict_in_generate": False},
+            **options | {CACHE: cache, "return_dict_in_generate": False},
         )
         if cache is not None and beams > 1:
             self.give_back(cache)

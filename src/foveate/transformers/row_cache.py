@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from foveate.methods.recompute_policy import Norm
 from foveate.ops.rotary import copy_rows
-from foveate.transformers.attention import RowPass, StopForward
+from foveate.transformers.attention import CACHE, RowPass, StopForward
 from foveate.utils.cuda_graph import record_graph
 
 __all__ = ["SPARE_ROWS", "RowCache"]
@@ -242,7 +242,7 @@ class RowCache(Cache):
         self._row_pass = RowPass(rows.clone(), counted, **options)
         with suppress(StopForward):
             return self.model.model(
-                input_ids=ids, position_ids=positions, past_key_values=self, row_pass=self._row_pass
+                input_ids=ids, position_ids=positions, **{CACHE: self}, row_pass=self._row_pass
             ).last_hidden_state
         received = self._row_pass.received
         return torch.stack(received).mean(0) if received else self.keys.new_empty(len(ids), ids.shape[1], 0)
@@ -258,6 +258,11 @@ class RowCache(Cache):
             else:
                 states.scatter_(2, rows[:, None, :, None].expand_as(new), new)
         return self.keys[layer_idx], self.values[layer_idx]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, whether it keeps a state instead of rows: none does, or `generate` would pass all tokens."""
+        return [False] * len(self.keys)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens passed by `model.generate`, padding included."""

@@ -19,6 +19,7 @@ from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import FullPrefill, NoRecompute
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder, Context, answers
+from foveate.transformers.attention import CACHE
 from foveate.transformers.context import patch_batch
 from foveate.transformers.model import check_config, load_model
 from foveate.utils.device import dtype_name, versions
@@ -136,7 +137,7 @@ class Work:
         self.encoder.model.generate(
             input_ids=texts,
             attention_mask=torch.ones_like(texts),
-            past_key_values=DynamicCache(copies),
+            **{CACHE: DynamicCache(copies)},
             do_sample=False,
             **options,
         )
@@ -295,7 +296,7 @@ def _ways(work: Work, drawn: Rounds, alike: Rounds) -> Iterator[tuple[str, Answe
     """Name, function and questions of each way to answer, in turn."""
     yield "full prefill", work.full_prefill, drawn
     cache: Any = DynamicCache()
-    work.encoder.model.model(input_ids=work.context(alike[0][0]).ids[None], past_key_values=cache)
+    work.encoder.model.model(input_ids=work.context(alike[0][0]).ids[None], **{CACHE: cache})
     yield "prefix cache, one context", partial(work.prefix_cache, cache), alike
     del cache
     yield "no recompute", partial(work.patch, NoRecompute()), drawn
