@@ -77,22 +77,24 @@ CASES = {
     ],
     "double blocks, then single": [
         f"'flux2', {SINGLE}, {HILBERTA}, (2, 6)",
-        f"'hunyuan_image', {SINGLE}, {HILBERTA}, (3, 9)",
         f"'hunyuan_video', {SINGLE}, {BOTH}, (7, 7)",
     ],
     "blocks with text": [
         f"'qwen', {TEN}, {BOTH}, (5, 5)",
-        f"'krea2', {TEN}, {HILBERTA}, (2, 8)",
         f"'zimage', dict(n_layers=10), {BOTH}, (6, 6)",
         f"'sd3', dict({WIDE_SD3}), {LLSA}, (3, 6)",
-        f"'ltx2', {TEN}, {HILBERTA}, (1, 4)",
     ],
     "U-Nets": [
         f"'sdxl', {{}}, [{TOMA}], (5, 5)",
         f"'sdxl', {UNET}, {HILBERTA}, (5, 5)",
-        "'sd15', dict(block_out_channels=(64, 128, 128), attention_head_dim=2), [foveate.methods.ToDo()], (5, 5)",
     ],
 }
+MORE_CASES = [  # with a GPU only, to spare time
+    f"'hunyuan_image', {SINGLE}, {HILBERTA}, (3, 9)",
+    f"'krea2', {TEN}, {HILBERTA}, (2, 8)",
+    f"'ltx2', {TEN}, {HILBERTA}, (1, 4)",
+    "'sd15', dict(block_out_channels=(64, 128, 128), attention_head_dim=2), [foveate.methods.ToDo()], (5, 5)",
+]
 GRAPH_CASES = {
     "flux": f"'flux', {WIDE}, [foveate.HilbertA(tiles=4)]",
     "flux merged": f"'flux', {WIDE}, [{TOMA}]",
@@ -284,6 +286,7 @@ def slow(script):
 
 SCRIPTS = {
     **{name: slow("".join(FAMILY.format(case=case) for case in cases)) for name, cases in CASES.items()},
+    "more families": pytest.param("".join(FAMILY.format(case=case) for case in MORE_CASES), marks=pytest.mark.gpu),
     "prompts of different length": slow(RAGGED),
     "fixed addresses": slow(ADDRESSES),
     "after apply, step caches, and whole models": slow(

@@ -171,7 +171,7 @@ from foveate.ops.block_attention import block_attention
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-for side in (32, 128):  # the first loads libraries
+for side in (32, 96):  # the first loads libraries
     table = HilbertA(tiles=16).plan(((side, side),), 512).tables[1]
     q, k, v = (torch.randn(1, side**2 + 512, 2, 128).transpose(1, 2).requires_grad_() for _ in range(3))
     before = peak()
@@ -187,7 +187,7 @@ print(*((each - before) / q.nbytes for each in peaks))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.slow
-def test_memory_at_16896_tokens_stays_below_twice_the_inputs_and_outputs():
+def test_memory_at_9728_tokens_stays_below_twice_the_inputs_and_outputs():
     printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     forward, with_lse, backward = map(float, printed.split())
     assert forward - 1 < 2 * 4  # q, k, v and out; subtract out itself

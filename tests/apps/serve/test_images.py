@@ -129,10 +129,10 @@ def test_fuzzed_requests_get_a_picture_or_one_clear_refusal(service, client):
         return client.post(URL, content=content, headers={"content-type": "application/json"}, timeout=40)
 
     with ThreadPoolExecutor(4) as clients:
-        for answer in clients.map(post, fuzzing.bodies(200, valid, fields)):
+        for answer in clients.map(post, fuzzing.bodies(100, valid, fields)):
             statuses[answer.status_code] += 1
             fuzzing.check(answer, 429)
-    assert min(statuses[200], statuses[400]) > 25
+    assert min(statuses[200], statuses[400]) > 10
     assert "Traceback" not in service[2].read_text()[start:]
 
 
