@@ -50,8 +50,9 @@ def test_a_header_that_does_not_arrive_closes_its_connection(monkeypatch):
         assert client.get("/").text == "hi"
         again = socket.create_connection(("127.0.0.1", port))
         again.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")  # the second header is incomplete
-        assert b"hi" in again.recv(1000)
-        assert all(closed(each, 20) for each in [*slow, again])
+        again.settimeout(20)
+        assert again.makefile("rb").read().endswith(b"hi")  # up to the end of the connection
+        assert all(closed(each, 20) for each in slow)
         assert time.monotonic() - begun < 10
         for each in [*slow, again]:
             each.close()
@@ -61,13 +62,17 @@ def test_connections_are_bounded(monkeypatch):
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
     with serving() as port:
         first, second = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
-        time.sleep(0.1)
         third = socket.create_connection(("127.0.0.1", port))
         assert closed(third, 20)
         assert not closed(second, 0.1)
         first.close()
-        time.sleep(0.1)
         with httpx.Client() as client:
-            assert client.get(f"http://127.0.0.1:{port}").text == "hi"
+            for left in reversed(range(50)):  # the server notices a closed connection some time later
+                try:
+                    assert client.get(f"http://127.0.0.1:{port}").text == "hi"
+                    break
+                except httpx.TransportError:
+                    assert left
+                    time.sleep(0.1)
         for each in (second, third):
             each.close()
