@@ -14,9 +14,10 @@ from foveate.transformers import ChunkEncoder
 METHOD = InfoFlowKV(recompute=0.3, scoring_layers=(1,))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
-def test_answers_that_join_and_leave_between_tokens_are_those_of_each_alone(family):
-    lm, tokenizer = tiny_lm.language_model(family), tiny_lm.tokenizer()
+def test_answers_that_join_and_leave_between_tokens_are_those_of_each_alone(family, device):
+    lm, tokenizer = tiny_lm.language_model(family).to(device), tiny_lm.tokenizer()
     lm.generation_config.eos_token_id, lm.generation_config.pad_token_id = 1, 1
     lm.generation_config.suppress_tokens = [1]  # all answers are as long as they may be
     encoder = ChunkEncoder(lm, tokenizer)
@@ -40,4 +41,6 @@ def test_answers_that_join_and_leave_between_tokens_are_those_of_each_alone(fami
     alone = [generated([[joining(number, most)]])[0] for number, most in enumerate(lengths)]
     first, second, third, *others = [joining(number, most) for number, most in enumerate(lengths)]
     assert generated([[first, second], [third], others]) == alone
+    again = [joining(number, most) for number, most in enumerate(lengths)]  # with the recorded graphs on a GPU
+    assert generated([again[:2], again[2:3], again[3:]]) == alone
     assert [outcome.completion for outcome in alone] == lengths
