@@ -3,23 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from command_line import fails, succeeds
 from rich.progress import Progress
-from tiny_lm import language_model, tokenizer
 
 from foveate.apps.bench.table import results_table
 from foveate.apps.console import console, progress, terminal
 
 NAMES = ["[slug].md", "notes [draft].txt", "x[/foo].txt", ":smile:.txt", "[bold]b.txt"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    language_model("qwen3", dtype=torch.float32).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
 
 
 def test_documents_of_any_name_are_listed_read_and_removed(model, tmp_path):

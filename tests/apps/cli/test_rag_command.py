@@ -22,14 +22,6 @@ from foveate.transformers.model import FAMILIES
 from foveate.transformers.stored_documents import first_document
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    language_model("qwen3", dtype=torch.float32).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.fixture(autouse=True)
 def in_a_folder_with_notes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
