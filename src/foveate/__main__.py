@@ -8,7 +8,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the `foveate` command, or say what to install for it."""
-    if "serve" in sys.argv[1:3] and "OMP_WAIT_POLICY" not in os.environ:
+    serves = sys.argv[1:2] == ["serve"] or sys.argv[1:3] == ["rag", "serve"]
+    if serves and "OMP_WAIT_POLICY" not in os.environ:
         # idle threads that spin slow down a busy machine; they read their policy once, when torch is loaded
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
     try:

@@ -48,6 +48,7 @@ def test_more_replicas_than_gpus_are_refused(monkeypatch):
         ("rag serve notes", "", True),
         ("serve", "ACTIVE", False),
         ("rag notes", "", False),
+        ("generate serve", "", False),
     ],
 )
 def test_idle_threads_of_services_do_not_spin(command, policy, restarts, monkeypatch):
