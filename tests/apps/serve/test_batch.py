@@ -35,9 +35,10 @@ def test_answers_that_join_and_leave_between_tokens_are_those_of_each_alone(fami
         while groups or batch.unfinished:
             batch.join(groups.pop(0) if groups else ())
             batch.generate(partial(next, iter([False, True])) if groups else lambda: False)
+            assert bool(batch.unfinished) == bool(groups)  # others join before these answers end
         return [joined.question.outcome.result() for group in plan for joined in group]
 
-    lengths = [6, 2, 9, 5, 1, 7]
+    lengths = [2, 6, 9, 5, 1, 7]  # the first to end is not the last row
     alone = [generated([[joining(number, most)]])[0] for number, most in enumerate(lengths)]
     first, second, third, *others = [joining(number, most) for number, most in enumerate(lengths)]
     assert generated([[first, second], [third], others]) == alone
