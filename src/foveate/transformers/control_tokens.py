@@ -48,7 +48,7 @@ class SafeTokenizer:
         return spelled
 
     def fill(self, template: str, texts: Mapping[str, str]) -> list[int]:
-        """Token ids of a template with texts in its places; only the template's own control tokens act.
+        """Token ids of a template filled with texts, which make no control tokens: only the template does.
 
         Args:
             template: The template.

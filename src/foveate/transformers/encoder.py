@@ -37,8 +37,8 @@ class ChunkEncoder(LanguageModel):
         model: Causal language model of a family that `check_config` accepts, in evaluation mode. It is never changed.
         tokenizer: Tokenizer of the model.
         prefix: Text or token ids before every context, and before each document while it is encoded. Names of control
-            tokens act here, not in documents and prompts. None is the tokenizer's start-of-text token, or nothing if
-            it has none.
+            tokens take effect here, not in documents and prompts. None is the tokenizer's start-of-text token, or
+            nothing if it has none.
 
     Raises:
         ValueError: If the model is not supported, with the reason.

@@ -297,7 +297,7 @@ class LanguageModel:
             >>> context.patch(foveate.InfoFlowKV(), prompt)
 
         Args:
-            template: Text whose control tokens act, such as that of a chat template.
+            template: Text whose control tokens take effect, such as that of a chat template.
             texts: Text of each place, by what marks the place in the template.
         """
         return self._safe.fill(template, texts or {})

@@ -115,7 +115,7 @@ def ask(
         index: Index of the passages, built.
         question: Question to ask.
         methods: Methods by name. `FullPrefill` is the model alone, without any cache.
-        prompt: Text after the passages, with {question} in it. Names of control tokens act here, and nowhere else.
+        prompt: Text after the passages, with {question} in it. Control tokens take effect only here.
         passages: Passages to read, in order: a list of passage numbers, of texts, or of documents of LangChain,
             LlamaIndex or Haystack; or a retriever of these libraries, or a function, that returns such a list for a
             question. New passages are added to the index, and so are encoded only once. By default all passages of

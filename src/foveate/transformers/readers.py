@@ -32,7 +32,7 @@ def read_documents(
     Hidden files are left out, and subfolders that git ignores as a whole, such as indexes: their .gitignore is `*`.
 
     Args:
-        folder: Folder to read, or a single file.
+        folder: Path of a folder, or of a single file.
         skipped: List that receives the reasons for skipped files: they are empty, damaged, not UTF-8, unreadable, or
             links to outside of the folder. None raises an error that names all of them.
         ignored: Counter that receives the number of the other files, by type.

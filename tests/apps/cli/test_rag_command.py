@@ -272,7 +272,7 @@ def test_a_disk_that_cannot_be_written_gives_the_answer(model, tmp_path, monkeyp
     result = run(model, "w3 w5")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[1] == answer
-    assert "0 encoded, 3 found, 0 removed, 1 left out on the disk" in said(result)
+    assert "0 encoded, 3 found, 0 removed, 1 not written" in said(result)
     assert f"cannot write the page rag.html: {os.strerror(kind)}" in said(result)
     assert [record for record in caplog.messages if "cannot be written" in record] == caplog.messages[:1]
     indexing = CliRunner().invoke(app, ["rag", "index", "notes", "--model", str(model), "--device", "cpu"])

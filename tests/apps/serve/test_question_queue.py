@@ -34,7 +34,7 @@ def test_long_preparations_delay_no_other_question_and_stop_when_nobody_waits():
     def prepare(question):
         try:
             while question.asked.messages[0].content == "long":
-                question.go_on()
+                question.heartbeat()
         finally:
             stopped.release()
 

@@ -177,7 +177,7 @@ def _write_page(out: Path, page: str) -> None:
     try:
         write_whole(out, page.encode())
     except OSError as error:  # the answers are printed already
-        console.print(f"cannot write the page {out}: {error.strerror}", markup=False)
+        console.print(f"cannot write the page {out}: {error.strerror}")
     else:
         console.print("open the page in a browser:")
         print(out.resolve())

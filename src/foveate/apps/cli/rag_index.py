@@ -245,8 +245,8 @@ def _build(chunks: Any, skipped: Sequence[str], ignored: Counter[str]) -> None:
         from accelerate.utils import gather_object
 
         encoded = sum(gather_object([encoded]))  # waits for all
-    why = "on the disk" if chunks.unsaved else "for --max-disk"
-    left = f", {built.left} left out {why}" if built.left else ""
+    why = "not written" if chunks.unsaved else "left out for --max-disk"
+    left = f", {built.left} {why}" if built.left else ""
     console.print(
         f"{len(chunks.passages)} passages, {sum(map(len, chunks.ids))} tokens: {encoded} encoded, "
         f"{max(0, done - encoded)} found, {built.removed} removed{left}; "

@@ -175,7 +175,7 @@ class Answerer:
     def _encoded(self, question: PendingQuestion, passages: Sequence[tuple[int, ...]]) -> list[ChunkCache]:
         chunks: list[ChunkCache] = []
         for ids in passages:
-            question.go_on()
+            question.heartbeat()
             chunks.append(self._encode(ids))
         return chunks
 
@@ -186,7 +186,7 @@ class Answerer:
             raise ValueError(f"document {blank[0]} is blank: leave it out")
 
         def spans(text: str) -> Sequence[tuple[int, int]]:
-            question.go_on()
+            question.heartbeat()
             return self.encoder.spans(text)
 
         named = {f"{i + 1}: {each.title}".rstrip(": "): each.text for i, each in enumerate(texts)}

@@ -18,7 +18,7 @@ from foveate.apps.serve.http import overloaded
 __all__ = ["PendingQuestion", "QuestionQueue", "Take"]
 
 THREADS = 2
-"""Number of threads that answer, so that one batch can begin during another."""
+"""Number of threads that generate answers: a second batch can begin while the first one runs."""
 PREPARING_THREADS = 4
 """Number of threads that tokenize and choose passages."""
 STALLED = 10.0
@@ -48,8 +48,8 @@ class PendingQuestion:
         self.outcome: Future[Outcome] = Future()
         self.prepared: Any = None
 
-    def go_on(self) -> None:
-        """Mark a step of work.
+    def heartbeat(self) -> None:
+        """Record that the work for this question goes on.
 
         Raises:
             CancelledError: If nobody waits for the answer any more.
@@ -132,7 +132,7 @@ class QuestionQueue:
     def _put(self, question: PendingQuestion) -> None:
         with self._at_work():
             try:
-                question.go_on()
+                question.heartbeat()
                 self._prepare(question)
             except Exception as error:
                 question.finish(error)

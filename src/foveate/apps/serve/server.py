@@ -16,7 +16,7 @@ HEADER_SECONDS = 10.0
 
 
 class Server(uvicorn.Server):
-    """An HTTP server; `run` serves until Ctrl-C or SIGTERM.
+    """An HTTP server. Its method `run` serves requests until Ctrl-C or SIGTERM.
 
     Args:
         app: ASGI application.
