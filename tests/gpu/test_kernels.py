@@ -7,6 +7,7 @@ from oracle import dense_attention, random_table
 
 import foveate
 from foveate import HilbertA, ToMA
+from foveate.kernels.block import flash_attention
 from foveate.kernels.merging.facility_location import facility_location as pick
 from foveate.kernels.merging.soft_assignment import soft_assignment as assign
 from foveate.ops import dispatch, facility_location, region_matmul, soft_assignment
@@ -38,7 +39,7 @@ def only(monkeypatch, op, name, dtype, size):
 @pytest.mark.parametrize("runs", [(63,), (77, 400, 523), (128, 0, 1)])
 @pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 160, 256])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+@pytest.mark.parametrize("kernels", ["triton", "flash", "hopper"])
 def test_output_lse_and_every_gradient_equal_the_dense_mask(monkeypatch, runs, dim, dtype, tolerance, kernels):
     only(monkeypatch, "block_attention", kernels, dtype, dim)
     table = random_table(int(torch.randint(2**31, ())), runs)
@@ -60,7 +61,7 @@ def test_output_lse_and_every_gradient_equal_the_dense_mask(monkeypatch, runs, d
         assert torch.equal(grad, again)
 
 
-@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+@pytest.mark.parametrize("kernels", ["triton", "flash", "hopper"])
 def test_there_may_be_more_keys_than_queries(monkeypatch, kernels):
     only(monkeypatch, "block_attention", kernels, torch.bfloat16, 64)
     table = random_table(int(torch.randint(2**31, ())), (77, 400)).with_first_keys(70)
@@ -69,6 +70,22 @@ def test_there_may_be_more_keys_than_queries(monkeypatch, kernels):
     got, weight = block_attention(q, k, v, table), torch.randn_like(want)
     assert relative(got, want) < 1e-2
     grads, expected = (torch.autograd.grad((x.double() * weight).sum(), (q, k, v)) for x in (got, want))
+    assert all(relative(*both) < 1e-2 for both in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradients_of_flash_attention_4_equal_the_dense_mask(monkeypatch, dim):
+    only(monkeypatch, "block_attention", "flash", torch.bfloat16, dim)
+    table = random_table(int(torch.randint(2**31, ())), (77, 400, 523))
+    q, k, v = qkv(1000, dim)
+    want, want_lse = dense_attention(q, k, v, table.to_dense().cuda())
+    weight, lse_weight, seen = torch.randn_like(want), torch.randn_like(want_lse), want_lse.isfinite()
+    expected = torch.autograd.grad((want * weight).sum() + (want_lse * lse_weight)[seen].sum(), (q, k, v))
+    with torch.no_grad():
+        out, lse = flash_attention.forward(q, k, v, table, dim**-0.5)
+        grads = flash_attention.backward(
+            weight.to(q.dtype), lse_weight.where(seen, 0).float(), q, k, v, out, lse, table, dim**-0.5
+        )
     assert all(relative(*both) < 1e-2 for both in zip(grads, expected, strict=True))
 
 
@@ -94,7 +111,7 @@ def test_block_attention_can_be_captured_in_a_cuda_graph():
 
 def test_the_ops_pass_opcheck():
     place = torch.randperm(130, device="cuda")
-    inputs = (*qkv(130, 64, batch=1, heads=1), *random_table(1, (130,)), place, 0.125, False)
+    inputs = (*qkv(130, 64, batch=1, heads=1), *random_table(1, (130,)), place, 0.125, "triton")
     torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
 
 
@@ -243,7 +260,7 @@ def test_kernels_run_on_the_gpu_of_their_tensors():
     assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(grads, wanted, strict=True))
 
 
-@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+@pytest.mark.parametrize("kernels", ["triton", "flash", "hopper"])
 def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits(
     monkeypatch, no_synchronization, kernels
 ):

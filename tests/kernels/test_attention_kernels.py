@@ -141,11 +141,11 @@ def test_the_ops_pass_opcheck():
     torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_a_table_for_other_tokens_is_refused(hopper):
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_a_table_for_other_tokens_is_refused(name):
     q, k, v = qkv(70, 70, torch.float32, 64)
     with pytest.raises(ValueError, match="for 71 queries and 71 keys, but q has 70"):
-        block_attention(q, k, v, random_table(1, (71,)), 0.25, False, hopper=hopper)
+        block_attention(q, k, v, random_table(1, (71,)), 0.25, False, kernels=name)
 
 
 def test_the_kernels_do_not_support_cpus():

@@ -135,7 +135,7 @@ def test_partitions_are_not_reused_for_other_numbers_of_samples():
     for batch in (1, 2):
         q, k, v = torch.randn(3, batch, 2, 150, 64)
         want, _ = dense_attention(q, k, v, table.to_dense())
-        got, _ = ops.block_attention(q, k, v, table, 0.125, False, hopper=True)
+        got, _ = ops.block_attention(q, k, v, table, 0.125, False, kernels="hopper")
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_the_op_equals_the_dense_mask(keyless):
     table = block_table([[0], [], [0, 2]], block_starts(150)) if keyless else random_table(7, (150,))
     q, k, v = (torch.randn(1, 150, 2, 64).transpose(1, 2).requires_grad_() for _ in range(3))
     want, want_lse = dense_attention(q, k, v, table.to_dense())
-    got, lse = ops.block_attention(q, k, v, table, 0.125, True, hopper=True)
+    got, lse = ops.block_attention(q, k, v, table, 0.125, True, kernels="hopper")
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-5)
     weight, lse_weight, has_keys = torch.randn_like(want), torch.randn_like(want_lse), want_lse.isfinite()

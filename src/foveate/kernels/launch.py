@@ -134,7 +134,7 @@ def _below_autograd(op: Any, args: Sequence[Any], flat: Sequence[Any]) -> Any:
         return _FUNCTIONS[op](*args)
 
 
-PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float}
+PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 
 
 def _flat(args: Iterable[Any]) -> list[Any]:

@@ -88,11 +88,15 @@ class BlockTable(NamedTuple):
 
     def to_dense(self) -> Bool[Tensor, "queries keys"]:
         """Pattern as a mask over tokens. Quadratic in the number of tokens: for tests and plots only."""
+        by_token = self.dense_blocks().repeat_interleave(self.query_starts.diff().cpu(), 0)
+        return by_token.repeat_interleave(self.key_starts.diff().cpu(), 1)
+
+    def dense_blocks(self) -> Bool[Tensor, "query_blocks key_blocks"]:
+        """Pattern as a mask over blocks."""
         blocks = torch.zeros(len(self.offsets) - 1, len(self.key_starts) - 1, dtype=torch.bool)
         for row, keys in zip(blocks, self.lists(), strict=True):
             row[keys] = True
-        by_token = blocks.repeat_interleave(self.query_starts.diff().cpu(), 0)
-        return by_token.repeat_interleave(self.key_starts.diff().cpu(), 1)
+        return blocks
 
     def padded(self, query_blocks: int, key_blocks: int, entries: int) -> "BlockTable":
         """Pad with empty blocks and unused entries, so that several tables share one shape.

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false
-"""Attention over a block table on NVIDIA GPUs: custom ops around the Triton and Hopper kernels."""
+"""Attention over a block table on NVIDIA GPUs: custom ops around the Triton, Hopper and FlashAttention 4 kernels."""
 
 import math
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels.block import flash_attention, hopper_attention, hopper_backward, triton_attention
 from foveate.kernels.block.schedule import Schedule, partition, schedule
 from foveate.kernels.launch import (
     AMPERE,
@@ -102,15 +102,18 @@ def block_attention(
     with_lse: bool,
     scatter: Tensor | None = None,
     *,
-    hopper: bool = False,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of `foveate.ops.block_attention`. The LSE is always computed, at no cost."""
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
-    return call(_forward, q, k, v, *table, scatter, scale, hopper)
+    return call(_forward, q, k, v, *table, scatter, scale, kernels)
 
 
-BACKENDS = {"triton": (supports, block_attention), "hopper": (supports_hopper, partial(block_attention, hopper=True))}
+BACKENDS = {
+    name: (supported, partial(block_attention, kernels=name))
+    for name, supported in (("triton", supports), ("flash", flash_attention.supports), ("hopper", supports_hopper))
+}
 
 
 @gpu_op("block_attention")
@@ -124,10 +127,13 @@ def _forward(
     keys: Tensor,
     scatter: Tensor | None,
     scale: float,
-    hopper: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
     table = BlockTable(query_starts, key_starts, offsets, keys)
-    if hopper and hopper_attention.addressable(q, k, v):
+    if kernels == "flash":
+        out, lse = flash_attention.forward(q, k, v, table, scale)
+        return (out if scatter is None else empty_like(out).index_copy_(2, scatter, out)), lse
+    if kernels == "hopper" and hopper_attention.addressable(q, k, v):
         plan = _partitioned(q, k, table, hopper_attention.CUT)
         out, lse = (_attend if plan.whole else _attend.__wrapped__)(q, k, v, plan, scatter, scale)
         return out, lse
@@ -158,14 +164,17 @@ def _backward(
     keys: Tensor,
     scatter: Tensor | None,
     scale: float,
-    hopper: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if scatter is not None:
         out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    if hopper and hopper_attention.addressable(q, k, v, grad_out):
+    if kernels == "flash" and flash_attention.differentiates(q.device):
+        dq, dk, dv = flash_attention.backward(grad_out, grad_lse, q, k, v, out, lse, table, scale)
+        return dq, dk, dv
+    if kernels == "hopper" and hopper_attention.addressable(q, k, v, grad_out):
         plans = [_partitioned(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
         recordable = all(plan.whole for plan in plans) and not q.shape[2] % hopper_backward.CUT["aligned"]
         differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
@@ -188,13 +197,13 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
-    ctx.scale, ctx.hopper = inputs[8:]
+    ctx.scale, ctx.kernels = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *call(_backward, grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.hopper), *7 * [None]
+    return *call(_backward, grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.kernels), *7 * [None]
 
 
 differentiable(_forward, _save, _differentiate)

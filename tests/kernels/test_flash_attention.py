@@ -1,0 +1,32 @@
+"""Laws of the lists for FlashAttention 4, which tests/gpu runs."""
+
+import pytest
+import torch
+from oracle import random_table
+
+from foveate import HilbertA
+from foveate.kernels.block.flash_attention import block_lists, supports
+
+
+@pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 64)])
+@pytest.mark.parametrize(("queries", "keys"), [((63,), (63,)), ((200, 300), (150, 0, 70)), ((128, 256), (384,))])
+def test_full_and_partial_blocks_with_their_lookup_are_the_table(queries, keys, block):
+    table = random_table(int(torch.randint(2**31, ())), queries, keys)
+    full, partial, (rows, columns, reads) = block_lists(table, block)
+    want = table.to_dense()
+    at = [torch.arange(n) // size for n, size in zip(want.shape, block, strict=True)]
+    looked_up = reads[rows[: len(want)][:, None] + columns[: want.shape[1]][None]] == 1
+    assert not (full & partial).any()
+    assert torch.equal(full[at[0]][:, at[1]] | (partial[at[0]][:, at[1]] & looked_up), want)
+    assert len(rows) % block[0] == len(columns) % block[1] == 0
+
+
+def test_tables_of_whole_blocks_have_no_partial_blocks():
+    table = HilbertA(tiles=16, slide="curve", align=128).plan(((64, 64),), 512, block=128).tables[1]
+    full, partial, _ = block_lists(table, (128, 128))
+    assert full.any()
+    assert not partial.any()
+
+
+def test_only_gpus_with_block_lists_are_supported():
+    assert not supports(torch.device("cpu"), torch.bfloat16, 64)
