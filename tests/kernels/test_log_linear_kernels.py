@@ -8,8 +8,10 @@ from log_linear_oracle import check, check_readers, pooled, relative, select_nod
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveate.kernels.log_linear import backward, forward, select_blocks
+from foveate.kernels.log_linear.joint_log_linear_attention import joint_log_linear_attention
 from foveate.kernels.log_linear.log_linear_attention import _attend, log_linear_attention
 from foveate.kernels.log_linear.pooling import level_sizes, pool
+from foveate.ops import joint_attention
 from foveate.ops.log_linear_attention import Options, portable
 
 pytestmark = [
@@ -268,3 +270,17 @@ def test_readers_equal_the_transposed_selection(monkeypatch, tokens, levels, top
     monkeypatch.setattr(backward, "AT_ONCE", 4)  # several steps per run
     q, k = (torch.randn(2, 2, tokens, 16) for _ in range(2))
     check_readers(q, k, padding(2, tokens), top_k, block, levels)
+
+
+@pytest.mark.parametrize(("queries", "text", "scattered"), [(7, 7, True), (7, 7, False), (0, 7, True), (0, 0, True)])
+def test_text_and_image_write_to_one_output(large_tiles, queries, text, scattered):
+    image = 300
+    q, k, v = (heads_of(n + image, 32, heads=2).requires_grad_() for n in (queries, text, text))
+    place = torch.randperm(queries + image) if scattered else None
+    calls = (f(q, k, v, image, place, OPTIONS) for f in (joint_attention.portable, joint_log_linear_attention))
+    want, got = calls
+    assert got.stride() == q.stride()
+    assert relative(got, want) < 2e-6
+    weight = torch.randn_like(want)
+    expected, grads = (torch.autograd.grad(x, (q, k, v), weight) for x in (want, got))
+    assert all(relative(*both) < 4e-6 for both in zip(grads, expected, strict=True))

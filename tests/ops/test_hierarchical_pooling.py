@@ -130,12 +130,12 @@ def test_pieces_of_any_size_give_the_same_picks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "levels"),
-    [(1, 1), (8192, 1), (8193, 2), (131072, 2), (131073, 3), (2**20, 3), (2**22, 4), (2**30, 4)],
+    [(1, 1), (4096, 1), (4097, 2), (65536, 2), (65537, 3), (2**20, 3), (2**22, 4), (2**30, 4)],
 )
 def test_automatic_levels_follow_the_rule(tokens, levels):
     assert automatic_levels(tokens) == levels
-    assert levels == 4 or -(-tokens // 16**levels) <= 4 * 8 * 16
-    assert levels == 1 or -(-tokens // 16 ** (levels - 1)) > 4 * 8 * 16
+    assert levels == 4 or -(-tokens // 16**levels) <= 2 * 8 * 16
+    assert levels == 1 or -(-tokens // 16 ** (levels - 1)) > 2 * 8 * 16
 
 
 @pytest.mark.parametrize("level", [1, 2])

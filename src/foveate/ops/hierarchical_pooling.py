@@ -138,15 +138,16 @@ def select_blocks(
 
 
 def automatic_levels(tokens: int, block_size: int = 16, top_k: int = 8) -> int:
-    """Smallest number of levels, at most 4, with a top level of at most ``4 * top_k * block_size`` nodes.
+    """Smallest number of levels, at most 4, with a top level of at most ``2 * top_k * block_size`` nodes.
 
-    A level's picks hold ``top_k * block_size`` keys, so the top level has at most 4 times as many.
+    Each level below adds ``top_k * block_size`` keys to those that a query reads, so one more level reads fewer keys
+    if the top level has more than that.
 
     Examples:
         >>> [automatic_levels(side * side) for side in (64, 128, 256, 512, 2048)]
         [1, 2, 2, 3, 4]
     """
-    most = 4 * top_k * block_size
+    most = 2 * top_k * block_size
     return next((level for level in range(1, MAX_LEVELS) if _nodes(tokens, block_size, level) <= most), MAX_LEVELS)
 
 

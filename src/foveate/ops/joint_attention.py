@@ -11,9 +11,12 @@ from foveate.ops import dispatch
 from foveate.ops.block_attention import block_attention
 from foveate.ops.block_table import BlockTable
 from foveate.ops.hierarchical_pooling import keys_per_query, levels_for
-from foveate.ops.log_linear_attention import choose_backend, enriched_levels, log_linear_attention
+from foveate.ops.log_linear_attention import Options, choose_backend, enriched_levels, resolved_options
+from foveate.ops.log_linear_attention import portable as portable_log_linear_attention
 
 __all__ = ["LogLinear", "Pattern", "backend_of", "joint_attention"]
+
+OP = "joint_log_linear_attention"
 
 
 class LogLinear(NamedTuple):
@@ -95,16 +98,20 @@ def joint_attention(
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if isinstance(pattern, BlockTable):
         return block_attention(q, k, v, pattern, scatter=scatter)
-    if scatter is not None:
-        out = joint_attention(q, k, v, pattern)
-        return torch.empty_like(out).index_copy(2, scatter, out)
     image = len(pattern.image)
-    if k.shape[2] == image:
-        return log_linear_attention(q, k, v, **pattern.options).out
+    options = resolved_options(*(x[:, :, -image:] for x in (q, k, v)), **pattern.options)
+    return choose_backend(q.device, q.dtype, q.shape[3], options.top_k, OP).run(q, k, v, image, scatter, options)
+
+
+@dispatch.register(OP, "portable")
+def portable(q: Tensor, k: Tensor, v: Tensor, image: int, scatter: Tensor | None, options: Options) -> Tensor:
+    """`joint_attention` for a log-linear pattern of the last `image` tokens, in plain PyTorch."""
     text_q, text_k, text_v = (x[:, :, :-image] for x in (q, k, v))
-    image_q, image_k, image_v = (x[:, :, -image:] for x in (q, k, v))
-    out = log_linear_attention(image_q, image_k, image_v, extra_k=text_k, extra_v=text_v, **pattern.options).out
-    return torch.cat([scaled_dot_product_attention(text_q, k, v), out], 2)
+    images = (x[:, :, -image:] for x in (q, k, v))
+    extra = (text_k, text_v) if text_k.shape[2] else (None, None)
+    out = portable_log_linear_attention(*images, *extra, None, None, options)[0]
+    out = torch.cat([scaled_dot_product_attention(text_q, k, v, scale=options.scale), out], 2)
+    return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out)
 
 
 def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -112,3 +119,6 @@ def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_
     if isinstance(pattern, BlockTable):
         return dispatch.choose("block_attention", device, dtype, head_dim).name
     return choose_backend(device, dtype, head_dim, pattern.options["top_k"]).name
+
+
+dispatch.register_kernels(OP, "log_linear")

@@ -21,7 +21,15 @@ from foveate.ops.hierarchical_pooling import (
 )
 from foveate.ops.picked_attention import picked_attention
 
-__all__ = ["LogLinearOutput", "Options", "choose_backend", "enriched_levels", "log_linear_attention"]
+__all__ = [
+    "LogLinearOutput",
+    "Options",
+    "choose_backend",
+    "enriched_levels",
+    "log_linear_attention",
+    "portable",
+    "resolved_options",
+]
 
 
 class LogLinearOutput(NamedTuple):
@@ -121,23 +129,49 @@ def log_linear_attention(
     """
     if levels is None and selection is not None:
         levels = selection.levels
+    options = resolved_options(
+        q, k, v, top_k=top_k, block_size=block_size, levels=levels, enrich=enrich, reweight=reweight, scale=scale,
+        key_padding_mask=key_padding_mask, exclude_selected=exclude_selected,
+    )  # fmt: skip
+    if extra_k is not None or extra_v is not None:
+        _check_extra(q, extra_k, extra_v)
+    if selection is not None:
+        _check_selection(q, selection, top_k, block_size, options.levels)
+        options = options._replace(full=selection.full)
+    run = choose_backend(q.device, q.dtype, q.shape[3], top_k).run
+    lists = None if selection is None else list(selection.lists)
+    out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
+    if selection is None:
+        selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k, options.full)
+    return LogLinearOutput(out, lse, selection)
+
+
+def resolved_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    top_k: int = 8,
+    block_size: int = 16,
+    levels: int | None = None,
+    enrich: bool | int = True,
+    reweight: bool = True,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    exclude_selected: bool = False,
+) -> Options:
+    """Options of a call of `log_linear_attention` with these tensors, checked.
+
+    Raises:
+        ValueError: If the tensors do not match each other, or an option is out of range.
+    """
     levels = check_inputs({"q": q, "k": k, "v": v}, top_k, block_size, levels, key_padding_mask)
     enriched = enriched_levels(levels, enrich)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if not 0 < scale < inf:
         raise ValueError(f"scale must be finite and above 0, not {scale}: None takes head_dim ** -0.5")
-    if extra_k is not None or extra_v is not None:
-        _check_extra(q, extra_k, extra_v)
-    if selection is not None:
-        _check_selection(q, selection, top_k, block_size, levels)
-    full = key_padding_mask is None if selection is None else selection.full
-    options = Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, full)
-    run = choose_backend(q.device, q.dtype, q.shape[3], top_k).run
-    lists = None if selection is None else list(selection.lists)
-    out, lse, lists, counts = run(q, k, v, extra_k, extra_v, key_padding_mask, lists, options)
-    if selection is None:
-        selection = Selection(tuple(lists), tuple(counts), q.shape[2], block_size, top_k, full)
-    return LogLinearOutput(out, lse, selection)
+    full = key_padding_mask is None
+    return Options(top_k, block_size, levels, enriched, reweight, scale, exclude_selected, full)
 
 
 def enriched_levels(levels: int, enrich: bool | int) -> int:
@@ -151,9 +185,11 @@ def enriched_levels(levels: int, enrich: bool | int) -> int:
     return levels if enrich is True else int(enrich)
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int) -> dispatch.Backend:
-    """Backend for a call with these options; kernels limit `top_k`."""
-    return dispatch.choose("log_linear_attention", device, dtype, head_dim, portable=top_k > MAX_KERNEL_TOP_K)
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, top_k: int, op: str = "log_linear_attention"
+) -> dispatch.Backend:
+    """Backend of `op` for a call with these options; kernels limit `top_k`."""
+    return dispatch.choose(op, device, dtype, head_dim, portable=top_k > MAX_KERNEL_TOP_K)
 
 
 def _check_extra(q: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> None:

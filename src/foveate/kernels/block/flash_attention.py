@@ -29,7 +29,7 @@ def _installed() -> bool:
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashAttention 4 is installed and reads block lists on this GPU, in half precision, for this head_dim."""
+    """Whether FlashAttention 4 is installed and reads block lists on this GPU, for this dtype and head_dim."""
     if device.type != "cuda" or not half_precision(dtype) or head_dim % 8 or not _installed():
         return False
     capability = compute_capability(device.index or 0)
@@ -125,9 +125,7 @@ def block_lists(table: BlockTable, block: tuple[int, int]) -> tuple[Tensor, Tens
     present = [_present(kind, size, number) for kind, size, number in zip(kinds, block, reads.shape, strict=True)]
     pairs = present[0] @ reads.float() @ present[1].T
     full = pairs == present[0].sum(1)[:, None] * present[1].sum(1)[None]
-    rows, columns = (
-        torch.cat([kind, kind.new_zeros(-len(kind) % max(block))]).int() for kind in kinds
-    )
+    rows, columns = (torch.cat([kind, kind.new_zeros(-len(kind) % max(block))]).int() for kind in kinds)
     return full, (pairs > 0) & ~full, [rows * reads.shape[1], columns, reads.flatten().int()]
 
 

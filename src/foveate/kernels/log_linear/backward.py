@@ -43,7 +43,7 @@ from foveate.kernels.log_linear.pooling import level_sizes, level_starts
 
 __all__ = ["Readers", "backward_keys", "backward_queries", "list_readers"]
 
-BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128)}
+BACKWARD_QUERIES = FORWARD | {64: KernelConfig(64, 64, 32, 4, 2, 128), 128: KernelConfig(64, 32, 16, 4, 2, None)}
 # Steps are of queries. Tiles of keys that all queries read have `rows` keys. Other tiles are blocks, with `warps` for
 # each 16 keys; a block of tokens has few readers, so that a large step would be half empty.
 BACKWARD_TOKENS = {

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import Launch, empty_like, empty_lse, launcher, padded_size
+from foveate.kernels.launch import Launch, empty_lse, launcher, padded_size
 
 __all__ = ["KernelConfig", "Keys", "forward", "over_queries"]
 
@@ -251,7 +251,7 @@ def store_rows(p, stride, row, tokens, x, M: tl.constexpr, D: tl.constexpr, BD: 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
-    p_q, p_k, p_v, p_ek, p_ev, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse,
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse, p_place,
     scale, heads, tokens, extra, nodes, top_k, s_log, s_real,
     s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
@@ -289,10 +289,13 @@ def _forward(
     )  # fmt: skip
     norm = tl.where(o_m >= 0, norm, 0.0)
     acc = tl.where((norm != 0)[:, None], acc / norm[:, None], 0.0)  # NaN must propagate
-    store_rows(p_out + batch * s_outb + head * s_outh, s_out, row, tokens, acc, M, D, BD)
-    o_m = row + tl.arange(0, M)
+    o_m, o_d = row + tl.arange(0, M), tl.arange(0, BD)
+    m_m = o_m < tokens
+    place = o_m if p_place is None else tl.load(p_place + o_m, mask=m_m, other=0)
+    p_out += batch * s_outb + head * s_outh + place[:, None].to(tl.int64) * s_out + o_d[None, :]
+    tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=m_m[:, None] & (o_d < D)[None, :])
     lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, MINUS_INF)
-    tl.store(p_lse + sample * tokens + o_m, lse, mask=o_m < tokens)
+    tl.store(p_lse + sample * tokens + o_m, lse, mask=m_m)
 
 
 SMALL_STAGES = 2  # pipeline stages of small steps
@@ -322,7 +325,7 @@ class KernelConfig(NamedTuple):
 # By the largest supported head_dim: the fastest configurations that hardly spill registers.
 FORWARD = {
     64: KernelConfig(64, 64, 32, 4, 2, 96),
-    128: KernelConfig(64, 32, 16, 4, 2, None),
+    128: KernelConfig(64, 64, 16, 4, 3, None),
     256: KernelConfig(64, 32, 16, 8, 2, None),
 }
 
@@ -379,17 +382,21 @@ class Keys(NamedTuple):
     scale: float
 
 
-def forward(q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Output, in q's layout, and natural LSE, float32 [batch, heads, tokens]."""
-    out, lse = empty_like(q), empty_lse(q)
-    _launch_forward(q, keys, out, lse)
-    return out, lse
+def forward(q: Tensor, keys: Keys, out: Tensor, scatter: Tensor | None) -> Tensor:
+    """Write the output of each query to its row of `out`, or the row that `scatter` names for it.
+
+    Returns:
+        Natural LSE, float32 [batch, heads, tokens].
+    """
+    lse = empty_lse(q)
+    _launch_forward(q, keys, out, lse, scatter)
+    return lse
 
 
 @launcher
-def _launch_forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor) -> Launch:
+def _launch_forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor, scatter: Tensor | None) -> Launch:
     strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "out": out}
-    return over_queries(_forward, FORWARD, strided, keys, p_lse=lse)
+    return over_queries(_forward, FORWARD, strided, keys, p_lse=lse, p_place=scatter)
 
 
 def mask_of(keys: Keys) -> Tensor:

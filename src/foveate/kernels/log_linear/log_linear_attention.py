@@ -37,21 +37,34 @@ def log_linear_attention(
 
 
 @gpu_op("log_linear_attention")
-@recorded
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor | None, extra_v: Tensor | None, real: Tensor | None,
     lists: list[Tensor], block: int, levels: int, top_k: int,
     enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Output, LSE, the results of `pool`, and the lists unless given. The last means are the means of k and v.
+    """Output, and the results of `attend_into`. Gradients do not flow through the picks."""
+    out = empty_like(q)
+    settings = block, levels, top_k, enriched, reweight, exclude, full, scale
+    return [out, *attend_into(out, None, q, k, v, extra_k, extra_v, real, lists, *settings)]
 
-    Gradients do not flow through the picks.
+
+@recorded
+def attend_into(
+    out: Tensor, scatter: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor | None,
+    extra_v: Tensor | None, real: Tensor | None, lists: list[Tensor], block: int, levels: int, top_k: int,
+    enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Write the output to the rows of `out`, in order or where `scatter` says.
+
+    Returns:
+        LSE, the results of `pool`, and the lists unless given. The last means are the means of k and v.
     """
     pooled = pool([k, v] if lists else [q, k, v], real, block, levels)
     chosen = [] if lists else pick_nodes(*pooled[:2], q.shape[2], block, levels, top_k)
     extras = _or_nothing(k, extra_k, extra_v)
     settings = block, top_k, enriched, reweight, exclude, full, scale
-    return [*forward(q, Keys(k, v, *extras, *pooled, lists or chosen, real, *settings)), *pooled, *chosen]
+    lse = forward(q, Keys(k, v, *extras, *pooled, lists or chosen, real, *settings), out, scatter)
+    return [lse, *pooled, *chosen]
 
 
 @torch.library.register_fake(_attend)
