@@ -96,7 +96,9 @@ def test_the_table_of_1024_px_equals_the_dense_mask():
     assert relative(block_attention(q, k, v, table), want) < 1e-2
 
 
-def test_block_attention_can_be_captured_in_a_cuda_graph():
+@pytest.mark.parametrize("kernels", ["triton", "flash", "hopper"])
+def test_block_attention_can_be_captured_in_a_cuda_graph_and_compiled(monkeypatch, kernels):
+    only(monkeypatch, "block_attention", kernels, torch.bfloat16, 128)
     table = HilbertA(tiles=4).plan(((32, 32),), 77).tables[1]
     q, k, v = (x.detach() for x in qkv(32 * 32 + 77, 128))
     block_attention(q, k, v, table)  # computes the schedule and compiles
@@ -106,7 +108,10 @@ def test_block_attention_can_be_captured_in_a_cuda_graph():
     for x in (q, k, v):
         x.normal_()
     graph.replay()
-    assert torch.equal(out, block_attention(q, k, v, table))
+    want = block_attention(q, k, v, table)
+    assert torch.equal(out, want)
+    compiled = torch.compile(lambda q, k, v, table: block_attention(q, k, v, table), fullgraph=True)
+    assert torch.equal(compiled(q, k, v, table), want)
 
 
 def test_the_ops_pass_opcheck():

@@ -6,6 +6,7 @@ from oracle import random_table
 
 from foveate import HilbertA
 from foveate.kernels.block.flash_attention import block_lists, supports
+from foveate.ops.block_table import BlockTable
 
 
 @pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 64)])
@@ -23,6 +24,7 @@ def test_full_and_partial_blocks_with_their_lookup_are_the_table(queries, keys, 
 
 def test_tables_of_whole_blocks_have_no_partial_blocks():
     table = HilbertA(tiles=16, slide="curve", align=128).plan(((64, 64),), 512, block=128).tables[1]
+    assert isinstance(table, BlockTable)
     full, partial, _ = block_lists(table, (128, 128))
     assert full.any()
     assert not partial.any()

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportMissingImports=false
 """Attention over a block table by FlashAttention 4, on Hopper and Blackwell GPUs (extra ``foveate[flash]``).
 
 FlashAttention 4 reads lists of whole blocks. A block that only some of its queries read in full is *partial*: there, a
@@ -139,7 +139,7 @@ def _present(kind: Tensor, block: int, number: int) -> Tensor:
 def _packed(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Number of chosen blocks of each row, and their indices, for all samples: int32 [1, 1, rows(, most)]."""
     counts = chosen.sum(1)
-    indices = chosen.int().argsort(1, descending=True, stable=True)[:, : max(1, int(counts.max()))]
+    indices = chosen.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(counts.max()))]
     return counts[None, None].int().to(device), indices[None, None].int().contiguous().to(device)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.kernels.block import block_attention  # noqa: F401 - registers its ops
+from foveate.kernels.block import block_attention
 from foveate.kernels.launch import call, differentiable, empty_like, empty_lse, gpu_op, row_contiguous
 from foveate.kernels.log_linear.log_linear_attention import attend_into
 from foveate.kernels.log_linear.pooling import empty_means, level_starts
 from foveate.kernels.log_linear.select_blocks import empty_lists, supports
-from foveate.ops import dispatch
 from foveate.ops.block_table import BlockTable, block_table
 
 __all__ = ["BACKENDS", "joint_log_linear_attention"]
@@ -136,9 +135,9 @@ def _dense(queries: int, keys: int) -> BlockTable:
 
 
 def _kernels(q: Tensor) -> str:
-    """Kernels that run block attention for these queries."""
-    name = dispatch.choose("block_attention", q.device, q.dtype, q.shape[3]).name
-    return "triton" if name == "portable" else name  # portable in Triton's interpreter
+    """Kernels of block attention for these queries."""
+    names = [name for name, (runs, _) in block_attention.BACKENDS.items() if runs(q.device, q.dtype, q.shape[3])]
+    return names[-1] if names else "triton"  # none in Triton's interpreter
 
 
 BACKENDS = {"triton": (supports, joint_log_linear_attention)}
