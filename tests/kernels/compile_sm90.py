@@ -115,7 +115,7 @@ def report_gluon(kernel, dim, half, step, stages, kept, **constants):
 
 
 for dim, half in ((64, "fp16"), (128, "bf16")):
-    stages = hopper_attention.STAGES[dim], hopper_backward.STAGES, hopper_backward.STAGES
+    stages = hopper_attention.STAGES[dim], hopper_backward.STAGES[dim], hopper_backward.STAGES[dim]
     kernels = hopper_attention.forward, hopper_backward.backward_queries, hopper_backward.backward_keys
     kept = {"d_q"}, {"d_q", "d_g"}, {"d_k", "d_v"}
     steps = hopper_attention.STEP, hopper_backward.STEP, hopper_backward.STEP

@@ -30,7 +30,8 @@ from foveate.kernels.launch import Launch, launcher
 
 __all__ = ["CUT", "backward_keys", "backward_queries", "launch_keys", "launch_queries"]
 
-STEP, STAGES = 64, 4
+STEP = 64
+STAGES = {64: 4, 128: 3}
 LOG2E = gl.constexpr(1.4426950408889634)
 ALIGNED = gl.constexpr(4)  # the copy engine reads float32 vectors from multiples of 4
 CUT = {"rows": ROWS, "step": STEP, "short": STEP, "aligned": 4}  # arguments of `schedule`
@@ -47,12 +48,14 @@ def _produce(
     ring = 0
     for work in range(begin, end):
         batch, head, row, _, first_step, _, done = tile_of(p_work, p_tiles, work, heads)
-        mbarrier.wait(tile_empty.index(0), ((work - begin) & 1) ^ 1)
-        mbarrier.expect(tile_full.index(0), 2 * d_a.block_type.nbytes + 2 * d_b.block_type.nbytes)
+        slot, turn = (work - begin) % 2, (work - begin) // 2
+        mbarrier.wait(tile_empty.index(slot), (turn & 1) ^ 1)
+        mbarrier.expect(tile_full.index(slot), 2 * d_a.block_type.nbytes + 2 * d_b.block_type.nbytes)
         a_row, b_row = batch * a_batch + head * a_head + row, batch * b_batch + head * b_head + row
         for half in gl.static_range(2):
-            load_block(d_a, [a_row + half * HALF, head * a_column], tile_full.index(0), b_a.index(half))
-            load_block(d_b, [b_row + half * HALF, head * b_column], tile_full.index(0), b_b.index(half))
+            place = 2 * slot + half
+            load_block(d_a, [a_row + half * HALF, head * a_column], tile_full.index(slot), b_a.index(place))
+            load_block(d_b, [b_row + half * HALF, head * b_column], tile_full.index(slot), b_b.index(place))
         x_row, y_row = batch * x_batch + head * x_head, batch * y_batch + head * y_head
         sample = (batch * heads + head) * queries
         for step in range(first_step, done):
@@ -132,8 +135,9 @@ def _consume_keys(
         p_m = (batch * heads + head).to(gl.int64) * queries + o_m
         lse = gl.expand_dims(gl.load(p_lse + p_m, mask=o_m < row_end, other=0.0) * LOG2E, 1)
         delta = gl.expand_dims(gl.load(p_delta + p_m, mask=o_m < row_end, other=0.0), 1)
-        mbarrier.wait(tile_full.index(0), (work - begin) & 1)
-        q, g = b_q.index(WHO), b_g.index(WHO)
+        slot = (work - begin) % 2
+        mbarrier.wait(tile_full.index(slot), ((work - begin) // 2) & 1)
+        q, g = b_q.index(2 * slot + WHO), b_g.index(2 * slot + WHO)
         dq = gl.zeros([HALF, D], gl.float32, OUT)
         ds = gl.zeros([HALF, BN], gl.float32, SCORES)
         dq, ds = _key_step(
@@ -158,38 +162,43 @@ def _consume_keys(
         dq = warpgroup_mma(left, b_k.index(last), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(empty.index(last), count=1)
-        mbarrier.arrive(tile_empty.index(0), count=1)
+        mbarrier.arrive(tile_empty.index(slot), count=1)
         _store(p_dq, dq * factor, row_end, batch, head, row + WHO * HALF, s_b, s_h, s_n, D, b_k.dtype, OUT)
 
 
 @gluon.jit
 def _query_step(
-    dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
+    dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, turn, scale,
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    MASK: gl.constexpr,
+    FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Add one step of queries to dk and dv."""
+    """Add one step of queries to dv, overlapped with the previous step's product into dk."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    stage = ring % STAGES
+    stage, before = ring % STAGES, (ring - 1) % STAGES
     q, g = b_q.index(stage), b_g.index(stage)
+    left = gl.convert_layout(ds, LEFT)
     zero = gl.zeros([HALF, BN], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
-    mbarrier.wait(turns.index(WHO), (ring & 1) ^ (1 - WHO))
+    mbarrier.wait(turns.index(WHO), (turn & 1) ^ (1 - WHO))
+    if not FIRST:
+        dk = warpgroup_mma(left, b_q.index(before), dk, is_async=True)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.arrive(turns.index(1 - WHO), count=1)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    if FIRST:
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    else:
+        scores, dk = warpgroup_mma_wait(1, deps=(scores, dk))
+        mbarrier.arrive(empty.index(before), count=1)
     p = gl.exp2(scores * scale - gl.expand_dims(b_lse.index(stage).load(COLUMNS) * LOG2E, 0))
     if MASK:
         p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(b_q.dtype), LEFT), g, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))
-    dk = warpgroup_mma(gl.convert_layout(ds.to(b_q.dtype), LEFT), q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
+    ds = (p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))).to(b_q.dtype)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    return dk, dv, ds
 
 
 @gluon.jit
@@ -201,39 +210,51 @@ def _consume_queries(
     """Gradients of one warpgroup's half of each tile of keys and values."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    ring = 0
+    ring, turn = 0, 0
     for work in range(begin, end):
         batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
-        mbarrier.wait(tile_full.index(0), (work - begin) & 1)
-        k, v = b_k.index(WHO), b_v.index(WHO)
+        slot = (work - begin) % 2
+        mbarrier.wait(tile_full.index(slot), ((work - begin) // 2) & 1)
+        k, v = b_k.index(2 * slot + WHO), b_v.index(2 * slot + WHO)
         dk, dv = gl.zeros([HALF, D], gl.float32, OUT), gl.zeros([HALF, D], gl.float32, OUT)
-        for step in range(first, short):
-            dk, dv = _query_step(
-                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
-                WHO, BN, STAGES, SCORES, OUT, False,
+        ds = gl.zeros([HALF, BN], b_q.dtype, SCORES)
+        dk, dv, ds = _query_step(
+            dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, first, ring, turn, scale,
+            WHO, BN, STAGES, SCORES, OUT, True, True,
+        )  # fmt: skip
+        middle = gl.maximum(short, first + 1)
+        for step in range(first + 1, middle):
+            dk, dv, ds = _query_step(
+                dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
+                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, False,
             )  # fmt: skip
-            ring += 1
-        for step in range(short, done):
-            dk, dv = _query_step(
-                dk, dv, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
-                WHO, BN, STAGES, SCORES, OUT, True,
+        for step in range(middle, done):
+            dk, dv, ds = _query_step(
+                dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
+                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, True,
             )  # fmt: skip
-            ring += 1
-        mbarrier.arrive(tile_empty.index(0), count=1)
+        ring += done - first
+        turn += done - first
+        last = (ring - 1) % STAGES
+        left = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
+        dk = warpgroup_mma(left, b_q.index(last), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(empty.index(last), count=1)
+        mbarrier.arrive(tile_empty.index(slot), count=1)
         _store(p_dk, dk * factor, row_end, batch, head, row + WHO * HALF, k_b, k_h, k_n, D, b_q.dtype, OUT)
         _store(p_dv, dv, row_end, batch, head, row + WHO * HALF, v_b, v_h, v_n, D, b_q.dtype, OUT)
 
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    tile_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_full.index(0), count=1)
-    mbarrier.init(tile_empty.index(0), count=2)
     for i in gl.static_range(2):
+        mbarrier.init(tile_full.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=2)
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -250,8 +271,8 @@ def backward_queries(
 ):  # fmt: skip
     """Gradient of the queries."""
     begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
-    b_q = gl.allocate_shared_memory(d_q.dtype, [2, HALF, D], d_q.layout)
-    b_g = gl.allocate_shared_memory(d_q.dtype, [2, HALF, D], d_q.layout)
+    b_q = gl.allocate_shared_memory(d_q.dtype, [4, HALF, D], d_q.layout)
+    b_g = gl.allocate_shared_memory(d_q.dtype, [4, HALF, D], d_q.layout)
     b_k = gl.allocate_shared_memory(d_q.dtype, [STAGES, BN, D], d_k.layout)
     b_v = gl.allocate_shared_memory(d_q.dtype, [STAGES, BN, D], d_k.layout)
     tile_full, tile_empty, full, empty, turns = _barriers(STAGES)
@@ -280,8 +301,8 @@ def backward_keys(
 ):  # fmt: skip
     """Gradients of keys and values."""
     begin, end = gl.load(p_bounds + gl.program_id(0)), gl.load(p_bounds + gl.program_id(0) + 1)
-    b_k = gl.allocate_shared_memory(d_k.dtype, [2, HALF, D], d_k.layout)
-    b_v = gl.allocate_shared_memory(d_k.dtype, [2, HALF, D], d_k.layout)
+    b_k = gl.allocate_shared_memory(d_k.dtype, [4, HALF, D], d_k.layout)
+    b_v = gl.allocate_shared_memory(d_k.dtype, [4, HALF, D], d_k.layout)
     b_q = gl.allocate_shared_memory(d_k.dtype, [STAGES, BN, D], d_q.layout)
     b_g = gl.allocate_shared_memory(d_k.dtype, [STAGES, BN, D], d_q.layout)
     b_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BN], d_lse.layout)
@@ -381,7 +402,7 @@ def _pass(
         *(number for x in matrices for number in x[3:]),
         *(stride for x in grads for stride in x.stride()[:3]),
     )  # fmt: skip
-    constants = {"D": head_dim, "BN": STEP, "STAGES": STAGES, "num_warps": 4}
+    constants = {"D": head_dim, "BN": STEP, "STAGES": STAGES[head_dim], "num_warps": 4}
     return Launch(kernel, (len(lists[-1]) - 1,), args, constants)
 
 

@@ -29,7 +29,7 @@ LARGEST_HEAD = 128  # wider heads spill registers
 
 CANDIDATES = 64  # candidates scored at once
 AT_TOP = 256  # a top level of at most this many nodes is scored at once, by more warps, as it has few programs
-LOWEST_KEY = tl.constexpr(-(2**63))  # less than the sort key of any score
+LOWEST_KEY = tl.constexpr(-(2**63))  # less than the sort key of any score or free place in a list
 NO_NODE = tl.constexpr(2**31 - 1)
 NUMBERS = ("heads", "nodes", "all_nodes", "first", "s_count", "above", "picks")  # not specialized when they equal 1
 
@@ -58,7 +58,9 @@ def _select(
     o_b, o_n, o_d, o_k = parent * B + tl.arange(0, B), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, K)
     m_b, m_d = o_b < nodes, (o_d < D)[None, :]
     q = tl.load(p_q + o_b[:, None].to(tl.int64) * D + o_d[None, :], mask=m_b[:, None] & m_d, other=0.0)  # [B, BD]
-    kept = tl.full([B, K], LOWEST_KEY, tl.int64)  # best keys so far, in descending order
+    # best keys so far: free places hold distinct small keys; a key after the first `picks` is never replaced
+    kept = tl.where(o_k < picks, LOWEST_KEY + 1 + o_k.to(tl.int64), 2**63 - 1)[None, :]
+    kept += tl.zeros([B, 1], tl.int64)
     for start in range(0, nodes if TOP else above * B, BN):
         o_c = start + o_n
         if TOP:
@@ -71,9 +73,13 @@ def _select(
         k = tl.load(p_k + o_c[:, None].to(tl.int64) * D + o_d[None, :], mask=alive[:, None] & m_d, other=0.0)
         keys = _keys(tl.dot(q, tl.trans(k), input_precision="ieee"), o_c)  # [B, BN]
         keys = tl.where(alive[None, :] & m_b[:, None], keys, LOWEST_KEY)
-        kept = tl.topk(tl.reshape(tl.join(kept, tl.topk(keys, K)), [B, 2 * K]), K)
+        best, worst = tl.max(keys, 1), tl.min(kept, 1)
+        while tl.max((best > worst).to(tl.int32), 0) > 0:
+            kept = tl.where((kept == worst[:, None]) & (best > worst)[:, None], best[:, None], kept)
+            keys = tl.where(keys == best[:, None], LOWEST_KEY, keys)
+            best, worst = tl.max(keys, 1), tl.min(kept, 1)
     numbers = ((kept & NO_NODE) ^ NO_NODE).to(tl.int32)
-    numbers = tl.sort(tl.where((kept > LOWEST_KEY) & (o_k < picks)[None, :], numbers, NO_NODE), 1)  # [B, K]
+    numbers = tl.sort(tl.where((kept > LOWEST_KEY + NO_NODE) & (o_k < picks)[None, :], numbers, NO_NODE), 1)  # [B, K]
     p_list += (sample * nodes + o_b[:, None]) * picks + o_k[None, :]
     tl.store(p_list, tl.where(numbers < NO_NODE, numbers, -1), mask=m_b[:, None] & (o_k < picks)[None, :])
 
@@ -144,14 +150,13 @@ def _launch_select(
 ) -> Launch:
     """Pick nodes of one level, which begins at node `first`, among all its nodes or the children of `above`."""
     (batch, heads, nodes, picks), (_, _, _, all_nodes, dim) = picked.shape, means.shape
-    most = triton.next_power_of_2(max(picks, 2))
-    at_once = triton.next_power_of_2(nodes) if top and CANDIDATES < nodes <= AT_TOP else max(CANDIDATES, most)
+    at_once = triton.next_power_of_2(nodes) if top and CANDIDATES < nodes <= AT_TOP else CANDIDATES
     args = (
         means[0], means[1], counts, above, picked, heads, nodes, all_nodes, first,
         0 if len(counts) == 1 else counts.stride(0), above.shape[-1], picks,
     )  # fmt: skip
     constants = {
-        "TOP": top, "B": block, "K": most, "BN": at_once, "D": dim,
+        "TOP": top, "B": block, "K": triton.next_power_of_2(max(picks, 2)), "BN": at_once, "D": dim,
         "BD": padded_size(dim), "num_warps": block // 16 * at_once // CANDIDATES,
     }  # fmt: skip
     return Launch(_select, (batch * heads * triton.cdiv(nodes, block),), args, constants)
