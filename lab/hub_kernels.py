@@ -14,7 +14,6 @@ import re
 import sys
 from base64 import b64encode
 from hashlib import sha256
-from importlib.util import resolve_name
 from pathlib import Path
 
 import foveate
@@ -22,8 +21,8 @@ import foveate
 SOURCE = Path(foveate.__file__).parent
 NAME, VERSION = "foveate", 1
 BACKENDS = "cpu", "cuda"
-KERNELS = "block.block_attention", "log_linear.select_blocks", "log_linear.log_linear_attention"
-"""Modules that `ops.dispatch` imports by name, on a GPU."""
+REGISTERED = re.compile(r'^dispatch\.register_kernels\("(\w+)", "(\w+)"\)', re.MULTILINE)
+"""An op and the package of its kernels, which `ops.dispatch` imports on a GPU."""
 
 INIT = '''"""Attention over a block table, and log-linear attention: PyTorch on any device, kernels on NVIDIA GPUs."""
 
@@ -103,14 +102,14 @@ out, lse, selection = kernel.log_linear_attention(q, k, v, top_k=16)
 def sources() -> dict[str, str]:
     """Files of the package, and their text, without the module of the namespace."""
     files = {"__init__.py": INIT, "_shapes.py": SHAPES}
-    pending = [resolve_name(f".{module}", NAME) for module in re.findall(r"from \.(\S+) import", INIT)]
-    pending += [f"{NAME}.kernels.{module}" for module in KERNELS]
+    pending = [f"{NAME}.{module}" for module in re.findall(r"from \.(\S+) import", INIT)]
     while pending:
         module = pending.pop()
         if module != NAME and (path := _file(module)) and (name := path.relative_to(SOURCE).as_posix()) not in files:
             text = path.read_text()
             files[name] = relocated(text, "." * len(path.relative_to(SOURCE).parts))
             pending += [module.rpartition(".")[0], *_imports(text)]
+            pending += [f"{NAME}.kernels.{package}.{op}" for op, package in REGISTERED.findall(text)]
     return dict(sorted(files.items()))
 
 

@@ -14,6 +14,8 @@ from lab import hub_kernels
 ROOT = Path(__file__).parents[2]
 COMPARE = """
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,7 +30,10 @@ from foveate.ops import dispatch, log_linear_attention
 from foveate.ops.block_attention import block_attention
 
 table = kernel.block_table([[0, 2], [1], [0, 1, 2, 3], []], kernel.block_starts(250))
-loaded = sys.modules[type(table).__module__.removesuffix(".block_table") + ".dispatch"]
+loaded = import_module(f"{kernel.__name__}.ops.dispatch")
+if find_spec("triton"):
+    for name in ("block.block_attention", "log_linear.select_blocks", "log_linear.log_linear_attention"):
+        assert import_module(f"{kernel.__name__}.kernels.{name}").BACKENDS
 
 
 def results(attention, log_linear):
