@@ -23,9 +23,30 @@ tests() { # [5; skips extras of Foveate that are not installed, and JAX on the G
     --continue-on-collection-errors -W "ignore:os.fork" tests
 }
 
-attention() { # [3]
+attention() { # [4]
   timed $lab attention --pixels 1024,1536,2048,4096 "${results[@]}"
   timed $lab attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
+}
+
+# [8, estimated; with flash-attn-4 installed: tables of whole blocks of 128 tokens, and tables whose text is no whole number
+# of blocks. Then log-linear attention with the heads of FLUX.1]
+peers() {
+  local which options how
+  for which in whole-blocks other-blocks; do
+    options=(--tiles 4,16 --centre 0.25 --align 128)
+    [ $which = whole-blocks ] || options=(--tiles 16 --centre 0.25 --text 300)
+    for how in forward backward; do
+      timed $lab attention --pixels 1024,2048 "${options[@]}" $([ $how = forward ] || echo --backward) "${commit[@]}" \
+        --out "out/$which"
+      mv "out/$which/attention-$how-cuda.json" "lab/results/attention-$how-$which-cuda.json"
+    done
+  done
+  timed $lab attention --pixels 4096 --tiles 16 --centre 0.25 --align 128 "${commit[@]}" --out out/whole-blocks
+  mv out/whole-blocks/attention-forward-cuda.json lab/results/attention-forward-whole-blocks-4096px-cuda.json
+  timed $lab attention --pixels 1024,2048 --tiles 16 --centre 0.25 --text 300 --head-dim 64 "${commit[@]}" --out out/heads-of-64
+  mv out/heads-of-64/attention-forward-cuda.json lab/results/attention-forward-heads-of-64-cuda.json
+  timed $lab log-linear --tokens 4096,16384 --heads 24 --head-dim 128 --top-k 8,16,32 "${commit[@]}" --out out/images
+  mv out/images/log-linear-forward-cuda.json lab/results/log-linear-forward-images-cuda.json
 }
 
 calls() { # [6]
@@ -209,7 +230,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint merging sparse distilled
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

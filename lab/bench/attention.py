@@ -16,11 +16,11 @@ from foveate.apps.console import Commit, Device, Dtype, Out, Rounds, numbers, ru
 from foveate.methods import HilbertA
 from foveate.ops.block_attention import portable
 from foveate.ops.block_table import BlockTable
-from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
+from foveate.utils.device import choose_device, choose_dtype, dtype_name
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import peak_memory
 from lab.bench.common import TIMES, Timed, check_errors, note_failure, output_or_gradients, time_rows
-from lab.bench.peers import Peer, peers
+from lab.bench.peers import Peer, peers, versions_with_peers
 
 __all__ = ["Case", "bench_attention", "main", "table_of"]
 
@@ -45,13 +45,13 @@ class Case(NamedTuple):
                 f"{self.pixels} px do not fit: a token of FLUX.1 is {PIXELS} x {PIXELS} px, use a multiple"
             )
         side = self.pixels // PIXELS
-        tables = self.method.plan(((side, side),), text).tables
+        block = 128 if self.method.align == 128 else 64
+        tables = self.method.plan(((side, side),), text, block=block).tables
         return tables[1 % len(tables)]
 
     def __str__(self) -> str:
-        if self.method.tiles == 1:
-            return f"{self.pixels} px, dense table"
-        return f"{self.pixels} px, {self.method.title}"
+        pattern = "dense table" if self.method.tiles == 1 else self.method.title
+        return f"{self.pixels} px, {pattern}" + (f" align={self.method.align}" if self.method.align else "")
 
 
 def bench_attention(
@@ -83,7 +83,7 @@ def bench_attention(
         text: Number of text tokens before the image.
         backward: Time forward and backward together.
         rounds: Measurements of each peer, interleaved.
-        everyone: Returns the peers for a device, dtype and head_dim.
+        everyone: Returns the peers, given `device`, `dtype`, `head_dim` and `backward`.
         track: Shows progress.
     """
     tables = [case.table(text) for case in cases]  # raises before anything is timed
@@ -97,12 +97,12 @@ def bench_attention(
         "dtype": dtype_name(dtype),
         "rounds": rounds,
         "rows": rows,
-        "versions": versions(),
+        "versions": versions_with_peers(),
     }
     for case, table in zip(cases, tables, strict=True):
         shape = batch, table.query_tokens, heads, head_dim
         q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
-        rows += _case(case, table, (q, k, v), everyone(device, dtype, head_dim), backward, rounds, track)
+        rows += _case(case, table, (q, k, v), everyone(device, dtype, head_dim, backward), backward, rounds, track)
         yield result
 
 
@@ -119,7 +119,7 @@ def _case(
     for peer in everyone:
         row: dict[str, Any] = {"case": str(case), "peer": peer.name, "dense": not peer.sparse}
         with note_failure(row):
-            call = output_or_gradients(peer.prepare(table, device), qkv, backward)
+            call = output_or_gradients(peer.prepare(table, qkv[0]), qkv, backward)
             row["error"] = _error(call(), references[peer.sparse])
             check_errors({"error": row["error"]}, TOLERANCE[qkv[0].dtype])
             row["peak_bytes"] = peak_memory(call, device)
@@ -157,6 +157,7 @@ COLUMNS: list[TableColumn] = [
     ("", "peer", str),
     *TIMES,
     ("speed-up", "speed_up", "{:.2f}x".format),
+    ("over", "fastest_dense", str),
     ("of bound", "of_bound", "{:.0%}".format),
     ("TFLOP/s", "tflops", "{:.3g}".format),
     ("MB", "peak_bytes", megabytes),
@@ -175,6 +176,9 @@ def main(
     ] = "1024,1536,2048,4096",
     tiles: Annotated[str, typer.Option(help="Numbers of HilbertA tiles; 1 is a dense block table.")] = "1,4,16",
     centre: Annotated[str, typer.Option(help="Sides of HilbertA's central region, as fractions.")] = "0.25,0",
+    align: Annotated[
+        int | None, typer.Option(help="Tokens of which borders of tiles are multiples: 128 gives whole blocks of 128.")
+    ] = None,
     backward: Annotated[bool, typer.Option(help="Time forward and backward together.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 24,
@@ -186,15 +190,17 @@ def main(
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time one call of block-sparse attention in FLUX.1's shapes, against dense attention and FlexAttention.
+    """Time one call of block-sparse attention in FLUX.1's shapes, against its peers.
 
     python -m lab attention --pixels 1024 --tiles 16                  # a GPU
+
+    python -m lab attention --pixels 2048 --tiles 16 --align 128      # whole blocks of 128 tokens, which FA4 takes
 
     python -m lab attention --pixels 512 --heads 2 --head-dim 64      # a CPU
     """
     where = choose_device(device)
     cases = [
-        Case(side, HilbertA(tiles=count, centre=square))
+        Case(side, HilbertA(tiles=count, centre=square, align=align))
         for side in numbers(pixels)
         for count in numbers(tiles)
         for square in (numbers(centre, float) if count > 1 else [0])

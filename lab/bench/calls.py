@@ -13,11 +13,11 @@ from rich.table import Table
 from foveate.apps.bench.table import TableColumn, results_table
 from foveate.apps.console import Commit, Device, Out, Rounds, run_and_save
 from foveate.methods import HilbertA
-from foveate.utils.device import choose_device, versions
+from foveate.utils.device import choose_device
 from foveate.utils.progress import Track, silent
 from lab.bench import attention, log_linear
 from lab.bench.common import TIMES
-from lab.bench.peers import Peer, peers
+from lab.bench.peers import Peer, peers, versions_with_peers
 
 __all__ = ["bench_calls", "main", "table_of"]
 
@@ -37,7 +37,7 @@ def bench_calls(
         longest: Longest call in seconds; slower peers are skipped.
     """
     done: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"what": "calls", "cores": os.cpu_count(), "versions": versions()}
+    result: dict[str, Any] = {"what": "calls", "cores": os.cpu_count(), "versions": versions_with_peers()}
     dtype = torch.bfloat16
     for backward in (False, True):
         settings = log_linear.Settings(device, dtype, backward, longest=longest, rounds=rounds)
@@ -53,9 +53,9 @@ def bench_calls(
             done += rows
 
 
-def _peers(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Peer]:
+def _peers(device: torch.device, dtype: torch.dtype, head_dim: int, backward: bool) -> list[Peer]:
     """All peers except FlexAttention, whose compilation takes longer than everything else."""
-    return [peer for peer in peers(device, dtype, head_dim) if peer.name != "FlexAttention"]
+    return [peer for peer in peers(device, dtype, head_dim, backward) if peer.name != "FlexAttention"]
 
 
 COLUMNS: list[TableColumn] = [("", "peer", str), *TIMES, ("error", "error", "{:.0e}".format)]

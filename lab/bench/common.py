@@ -96,7 +96,7 @@ def time_rows(
     """Add `TIMES`, and speed-ups over the fastest dense candidate, to the rows without failures. Returns these rows.
 
     Args:
-        rows: One row for each candidate; `row["dense"]` marks dense attention.
+        rows: One row for each candidate: its name is `row["peer"]`, and `row["dense"]` marks dense attention.
         calls: Calls of the rows without failures.
         rounds: Measurements of each call, interleaved.
         device: Device of the calls.
@@ -109,9 +109,9 @@ def time_rows(
             repeats = max(1, min(ENQUEUED, round(MIN_SECONDS / row["median_s"])))
             enqueued = [_enqueue_seconds(one.call, repeats, device) for _ in range(rounds)]
             row |= {"eager_s": median(taken), "enqueue_s": median(enqueued)}
-    best = min((row["median_s"] for row in timed if row["dense"]), default=None)
+    best, over = min(((row["median_s"], row["peer"]) for row in timed if row["dense"]), default=(None, None))
     for row in timed:
-        row["speed_up"] = best and best / row["median_s"]
+        row |= {"speed_up": best and best / row["median_s"], "fastest_dense": over}
     return timed
 
 

@@ -19,12 +19,12 @@ from foveate.apps.bench.table import TableColumn, megabytes, results_table
 from foveate.apps.console import Commit, Device, Dtype, Out, numbers, run_and_save
 from foveate.ops.hierarchical_pooling import MAX_KERNEL_TOP_K, check_inputs, keys_per_query
 from foveate.ops.log_linear_attention import Options, portable
-from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
+from foveate.utils.device import choose_device, choose_dtype, dtype_name
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import MIN_SECONDS, captured, now, peak_memory, time_calls
 from lab.bench.attention import TOLERANCE
 from lab.bench.common import TIMES, Timed, check_errors, check_time, note_failure, output_or_gradients, time_rows
-from lab.bench.peers import dense
+from lab.bench.peers import LISTED, Listed, dense, versions_with_peers
 from lab.bench.reference import Call, key_gradient_error, query_error, selection_error
 
 __all__ = ["INPUTS", "Case", "Settings", "bench_log_linear", "growth", "main", "table_of"]
@@ -32,6 +32,7 @@ __all__ = ["INPUTS", "Case", "Settings", "bench_log_linear", "growth", "main", "
 INPUTS = "balanced", "skewed"
 GRADIENTS_UP_TO = 2**16  # tokens; the float64 check of longer sequences takes seconds
 GROWS_FROM = 2**16  # tokens; below, launch times and partly idle GPUs hide the growth
+ONE_IN = 8  # blocks of which lists of random blocks hold one
 CASE_SECONDS = 3.0  # time for the measurements of a case, at least three of each candidate
 
 
@@ -104,12 +105,14 @@ class Candidate(NamedTuple):
         options: Options of the op; dense attention has 0 levels.
         attend: Returns the output and the lists of selected blocks.
         graph: Whether to time it as a CUDA graph. The portable path has too many launches for a graph.
+        selects: Whether it selects blocks; otherwise its lists are given.
     """
 
     name: str
     options: Options
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, list[Tensor]]]
     graph: bool = True
+    selects: bool = True
 
     def keys(self, tokens: int) -> int:
         """Number of keys that a query attends to."""
@@ -123,7 +126,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(case: Case, settings: Settings) -> list[Candidate]:
-    """Implementations that support a case: dense attention first, the fastest of Foveate last."""
+    """Implementations that support a case: dense attention, then lists of blocks, the fastest of Foveate last."""
     options, known = case.options(), {"portable": portable}
     if settings.device.type == "cuda" and case.top_k <= MAX_KERNEL_TOP_K:
         from foveate.kernels.log_linear.log_linear_attention import BACKENDS
@@ -135,8 +138,9 @@ def candidates(case: Case, settings: Settings) -> list[Candidate]:
     return [
         *(
             Candidate(name, options._replace(levels=0, enriched=0), lambda *qkv, attend=attend: (attend(*qkv), []))
-            for name, attend in dense(settings.device).items()
+            for name, attend in dense(settings.device, settings.backward).items()
         ),
+        *(_given(name, peer, case) for name, peer in LISTED.items() if settings.device.type == "cuda"),
         Candidate(f"top-k of one level, {best}", one_level, _by(fastest, one_level), best != "portable"),
         *(
             Candidate(f"foveate, {name}", options, _by(run, options), name != "portable")
@@ -147,6 +151,28 @@ def candidates(case: Case, settings: Settings) -> list[Candidate]:
 
 def _by(run: Callable[..., Any], options: Options) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     return lambda *qkv: run(*qkv, None, None, None, None, options)[::2]
+
+
+def _given(name: str, peer: Listed, case: Case) -> Candidate:
+    """Attention over one in `ONE_IN` blocks, chosen at random for each head: what fine selection has to beat."""
+    size = max(peer.sizes)
+    blocks = case.tokens // size
+    picks = max(1, blocks // ONE_IN)
+    options = case.options()._replace(top_k=picks, block_size=size, levels=1, enriched=0)
+
+    @cache  # made before the first call, which is not timed
+    def prepared(device: torch.device) -> tuple[Any, list[Tensor]]:
+        if case.tokens % size:
+            raise ValueError(f"takes whole blocks of {size} tokens, not {case.tokens} tokens")
+        lists = torch.rand(1, case.heads, blocks, blocks, device=device).topk(picks).indices.sort().values
+        mask = torch.zeros(1, case.heads, blocks, blocks, dtype=torch.bool, device=device).scatter_(3, lists, True)
+        return peer.attend(mask, size), [lists.int()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+        attention, lists = prepared(q.device)
+        return attention(q, k, v), lists
+
+    return Candidate(f"{name}, 1 in {ONE_IN} blocks of {size}", options, attend, selects=False)
 
 
 def bench_log_linear(cases: Sequence[Case], settings: Settings, track: Track = silent) -> Iterator[dict[str, Any]]:
@@ -170,7 +196,7 @@ def bench_log_linear(cases: Sequence[Case], settings: Settings, track: Track = s
         "gradients_of_keys_checked_up_to_tokens": GRADIENTS_UP_TO if settings.backward else None,
         "rows": rows,
         "growth": {},
-        "versions": versions(),
+        "versions": versions_with_peers(),
     }
     earlier = defaultdict[str, dict[str, tuple[int, float]]](dict)  # tokens and seconds by series and candidate
     for case, some in zip(cases, everyone, strict=True):
@@ -236,10 +262,10 @@ def _checked(candidate: Candidate, qkv: tuple[Tensor, ...], backward: bool) -> d
     q, k, v = qkv
     call = Call(q, k, v, out.detach(), lists, candidate.options, grads)
     errors = {"error": query_error(call)}
-    if candidate.options.levels:
+    if candidate.options.levels and candidate.selects:
         errors["selection_error"] = selection_error(call)
-        if backward and q.shape[2] <= GRADIENTS_UP_TO:
-            errors["key_gradient_error"] = key_gradient_error(call)
+    if candidate.options.levels and backward and q.shape[2] <= GRADIENTS_UP_TO:
+        errors["key_gradient_error"] = key_gradient_error(call)
     check_errors(errors, TOLERANCE[out.dtype])
     return errors
 
@@ -311,6 +337,7 @@ COLUMNS: list[TableColumn] = [
     ("", "peer", str),
     *TIMES,
     ("speed-up", "speed_up", "{:.2f}x".format),
+    ("over", "fastest_dense", str),
     ("keys", "keys", "{:,}".format),
     ("TFLOP/s", "tflops", "{:.3g}".format),
     ("MB", "peak_bytes", megabytes),
@@ -355,7 +382,7 @@ def main(
     dtype: Dtype = "auto",
     commit: Commit = "",
 ) -> None:
-    """Time one call of log-linear attention at growing lengths, against dense attention and one-level top-k.
+    """Time one call of log-linear attention at growing lengths, against dense attention, one-level top-k and lists.
 
     python -m lab log-linear                                              # a GPU: about 4 minutes
 

@@ -50,9 +50,9 @@ def register(op: str, name: str, supports: Supports = lambda *call: True) -> Cal
 
 
 def register_kernels(op: str, package: str) -> None:
-    """Register ``BACKENDS`` of ``foveate.kernels.<package>.<op>`` if an NVIDIA GPU and Triton are available."""
+    """Register ``BACKENDS`` of ``kernels.<package>.<op>`` if an NVIDIA GPU and Triton are available."""
     if torch.cuda.is_available() and torch.version.hip is None and find_spec("triton"):
-        kernels = import_module(f"foveate.kernels.{package}.{op}")
+        kernels = import_module(f"..kernels.{package}.{op}", __package__)
         for name, (supports, run) in kernels.BACKENDS.items():
             register(op, name, supports)(run)
 
