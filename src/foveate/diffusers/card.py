@@ -190,10 +190,14 @@ class TokenLayout(NamedTuple):
     Attributes:
         segments: Its tokens, in order.
         cached: Number of tokens of references whose keys are cached: all tokens attend to them too.
+        keys: Text, and its padding, with keys and no queries: all tokens attend to it.
+        keys_last: Whether these keys come after those of the sequence, not before.
     """
 
     segments: Segments
     cached: int = 0
+    keys: Segments = ()
+    keys_last: bool = False
 
     @property
     def text(self) -> int:
@@ -216,6 +220,11 @@ class TokenLayout(NamedTuple):
         return self.cached + self.count("reference")
 
     @property
+    def text_keys(self) -> int:
+        """Number of text tokens with keys alone."""
+        return sum(segment.tokens for segment in self.keys if segment.kind == "text")
+
+    @property
     def padded(self) -> bool:
         """Whether some tokens are padding."""
         return any(segment.kind == "padding" and segment.tokens for segment in self.segments)
@@ -234,7 +243,8 @@ class TokenLayout(NamedTuple):
         first = next(i for i, segment in enumerate(self.segments) if segment.kind == "image")
         others = [(i, segment) for i, segment in enumerate(self.segments) if segment.kind != "image"]
         before = [segment for i, segment in others if i < first]
-        return TokenLayout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
+        after = [segment for i, segment in others if i > first]
+        return self._replace(segments=(*before, image(1, kept), *after))
 
     def count(self, kind: str) -> int:
         """Number of tokens of a kind."""

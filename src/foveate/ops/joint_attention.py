@@ -104,7 +104,7 @@ def joint_attention(
     text_q, text_k, text_v = (x[:, :, :-image] for x in (q, k, v))
     image_q, image_k, image_v = (x[:, :, -image:] for x in (q, k, v))
     out = log_linear_attention(image_q, image_k, image_v, extra_k=text_k, extra_v=text_v, **pattern.options).out
-    return torch.cat([scaled_dot_product_attention(text_q, k, v), out], 2)
+    return torch.cat([scaled_dot_product_attention(text_q, k, v), out], 2) if text_q.shape[2] else out
 
 
 def backend_of(pattern: Pattern, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
