@@ -224,7 +224,7 @@ class ModelAdapter:
                 f"{stack.name}.{i}.{name}", attn, block, stack.holder, number, self.card.attention[name], sparse,
                 group, merges,
             )  # fmt: skip
-            if sparse or (group and self.card.wrapper is None):
+            if sparse or (group and (self.card.rope or self.card.wrapper is None)):
                 self.take_processor(layer)
             self.layers.append(layer)
 

@@ -19,7 +19,7 @@ from diffusers.models.attention_dispatch import (
     all_to_all_single_any_qkv_async,
     dispatch_attention_fn,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._device import DeviceContext
 
@@ -203,9 +203,10 @@ class RerunWithPlans:
         if isinstance(rerun := getattr(holder, "_gradient_checkpointing_func", None), cls):
             holder._gradient_checkpointing_func = rerun.original
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
-        """Run the block; the backward pass will run it again."""
-        owned: list[Any] = [getattr(module, "processor", None) for module in block.modules()]
+    def __call__(self, block: Callable[..., Any], *args: Any) -> Any:
+        """Run the block, or its method `__call__`; the backward pass will run it again."""
+        module: Any = getattr(block, "__self__", block)
+        owned: list[Any] = [getattr(part, "processor", None) for part in module.modules()]
         processors = [processor for processor in owned if dispatches(processor)]
         plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
 
@@ -258,7 +259,7 @@ def foveate_attention(
         watch(lambda values: foveate_attention(query, key, values, *others), value)
     context = plan.context_parallel_config
     rope = None if plan.rope is None else with_text(plan.rope, plan.local_tokens)
-    fits = has_lengths and (attn_mask is None or plan.mask_is_padding)
+    fits = has_lengths and not is_causal and (attn_mask is None or plan.mask_is_padding)
     plan.intercepted = fits and plan.pattern is not None and is_intercepted()
     if not fits or plan.pattern is None or plan.intercepted:
         if plan.intercepted and plan.cache is not None:
@@ -274,6 +275,8 @@ def foveate_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             backend=plan.backend, parallel_config=plan.parallel,
         )  # fmt: skip
+    if scale is not None and scale != query.shape[3] ** -0.5:
+        query = query * (scale * query.shape[3] ** 0.5)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     if context is None:

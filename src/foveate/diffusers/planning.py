@@ -80,7 +80,9 @@ class Layer(NamedTuple):
         """Channels of all heads together."""
         if head_dim := getattr(self.attn, "head_dim", None):
             return self._heads * head_dim
-        return getattr(self.attn, "inner_dim", None) or self.attn.to_query.out_features
+        if inner_dim := getattr(self.attn, "inner_dim", None):
+            return inner_dim
+        return next(getattr(self.attn, name).out_features for name in ("to_q", "to_query") if hasattr(self.attn, name))
 
     @property
     def _heads(self) -> int:

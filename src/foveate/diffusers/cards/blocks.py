@@ -43,6 +43,9 @@ class DispatchedProcessor:
     known = (
         "AttnProcessor", "SlicedAttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0",
         "JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "CosmosAttnProcessor2_0",
+        "AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0", "CogView4AttnProcessor", "HiDreamAttnProcessor",
+        "HunyuanAttnProcessor2_0", "FusedHunyuanAttnProcessor2_0", "Lumina2AttnProcessor2_0",
+        "QwenImage21AttnProcessor",
     )  # fmt: skip
     _attention_backend = None
     _parallel_config = None
@@ -145,6 +148,8 @@ class SD3Card(DiTCard):
 class UNetCard(DiTCard):
     """`UNet2DConditionModel`: a stack of blocks and a grid for each of its `Transformer2DModel` parts."""
 
+    parts = Transformer2DModel, BasicTransformerBlock
+
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of each section; those of one section share their merging."""
         sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
@@ -152,8 +157,8 @@ class UNetCard(DiTCard):
         sections += [(f"up_blocks.{i}", block) for i, block in enumerate(model.up_blocks)]
         for section, module in sections:
             for i, part in enumerate(getattr(module, "attentions", None) or []):
-                if isinstance(part, Transformer2DModel) and all(
-                    isinstance(block, BasicTransformerBlock) for block in part.transformer_blocks
+                if isinstance(part, self.parts[0]) and all(
+                    isinstance(block, self.parts[1]) for block in part.transformer_blocks
                 ):
                     name = f"{section}.attentions.{i}.transformer_blocks"
                     yield Stack(name, part.transformer_blocks, part, section, 0)
