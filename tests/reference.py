@@ -25,12 +25,14 @@ def reference(family, method, *grids):
     def attention(query, key, value, attn_mask=None, *more, **options):
         if query.shape[2] + family.keys != key.shape[2]:
             return scaled_dot_product_attention(query, key, value, attn_mask, *more, **options)
+        if options.get("enable_gqa"):
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         if not family.keys:
             return of_all(query, key, value, attn_mask)
         nobody = query.new_zeros(*query.shape[:2], family.keys, query.shape[3])  # asks in the place of the text
         asked = torch.cat([nobody, query] if family.text_first else [query, nobody], 2)
-        _, image = places(grids or family.grids[:1], key.shape[2], family.text_first)
-        return of_all(asked, key, value, attn_mask)[:, :, image]
+        out = of_all(asked, key, value, attn_mask)
+        return out[:, :, family.keys :] if family.text_first else out[:, :, : -family.keys]
 
     def of_all(query, key, value, attn_mask):
         ran.append(query)

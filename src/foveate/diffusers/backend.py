@@ -76,6 +76,7 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         intercepted: Whether it attended densely because something intercepts torch's attention.
+        called: Whether torch's attention was called in a processor that uses it, for the plan or not.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
@@ -93,6 +94,7 @@ class LayerPlan:
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
     intercepted: bool = False
+    called: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
     parallel: Any = None

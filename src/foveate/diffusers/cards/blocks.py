@@ -74,9 +74,10 @@ class DispatchedProcessor:
             kwargs["image_rotary_emb"] = image_rotary_emb
         if (plan := plan_of(self)) is None:
             return self.original(attn, hidden_states, *args, **kwargs)
-        with InPlaceOfTorch(plan) as attention:
+        plan.called = False
+        with InPlaceOfTorch(plan):
             out = self._calls_torch(attn, hidden_states, *args, **kwargs)
-        if not attention.called:
+        if not plan.called:
             raise ValueError(
                 f"{type(self.original).__name__} attended without torch's scaled_dot_product_attention: use "
                 "the native backend of diffusers, and leave torch's function in its place"
@@ -89,14 +90,11 @@ class InPlaceOfTorch(TorchFunctionMode):
 
     Args:
         plan: The plan.
-
-    Attributes:
-        called: Whether there was a call, for the plan or not.
     """
 
     def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
-        self.plan, self.called = plan, False
+        self.plan = plan
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Foveate's attention for [batch, heads, tokens, head_dim], or what `func` returns."""
@@ -106,7 +104,7 @@ class InPlaceOfTorch(TorchFunctionMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attention in place of torch's."""
-        self.called = True
+        self.plan.called = True
         if not self.plan.fits(query.shape[2], key.shape[2]):
             return scaled_dot_product_attention(query, key, value, *args, **kwargs)
         qkv = (x.transpose(1, 2) for x in (query, key, value))

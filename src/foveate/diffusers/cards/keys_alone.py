@@ -4,6 +4,7 @@ from math import prod
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21FlexAttnProcessor
 from torch import Tensor
 
 from foveate.diffusers.card import Card, TokenLayout, image, patches, text, text_and_padding, video
@@ -13,6 +14,8 @@ from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["Cosmos3Card", "NucleusCard", "PRXCard", "QwenImage21Card"]
+
+FLEX, PER_SLOT = QwenImage21FlexAttnProcessor, 4
 
 
 class PRXCard(Card):
@@ -67,25 +70,27 @@ class QwenImage21Card(Card):
         frames, *grid = inputs["img_shapes"][0][-1]
         if frames != 1:
             raise DenseFallback("img_shapes with several frames are no images")
-        slots, mask = inputs["img_mask"], inputs.get("encoder_hidden_states_mask")
-        first, before = _prefix(slots, prod(grid))
-        if mask is None:
-            return [TokenLayout((image(*grid),), keys=(text(before),))]
-        return [TokenLayout((image(*grid),), keys=words) for words in text_and_padding(before, first(mask))]
+        attns = (block.attn for block in holder.transformer_blocks)
+        if inputs.get("kv_cache_mode") != "cached" and any(isinstance(attn.processor, FLEX) for attn in attns):
+            raise DenseFallback("flex attention reads a mask of its own while it fills the cache")
+        slots, mask = _slots(inputs["img_mask"]), inputs.get("encoder_hidden_states_mask")
+        before = sum(PER_SLOT if slot else 1 for slot in slots) - prod(grid)
+        texts = text_and_padding(before, None if mask is None else _is_real(mask, slots, before))
+        return [TokenLayout((image(*grid),), keys=words) for words in texts]
 
 
 @cached_by_tensor
-def _prefix(slots: Tensor, image_tokens: int) -> Any:
-    """What makes a mask of text and references from a mask of the text, and their number of tokens."""
-    slots = slots[0].cpu()
-    repeats = torch.where(slots, 4, 1)  # each slot of an image stands for 2 x 2 tokens
-    before = int(repeats.sum()) - image_tokens
+def _slots(mask: Tensor) -> tuple[bool, ...]:
+    """Where the text encoder has images; each slot stands for 2 x 2 tokens."""
+    return tuple(mask[0].tolist())
 
-    def mask_of(mask: Tensor) -> Tensor:
-        real = mask.cpu().bool() | slots[: mask.shape[1]]
-        return real.repeat_interleave(repeats[: mask.shape[1]], 1)[:, :before]
 
-    return mask_of, before
+@cached_by_tensor
+def _is_real(mask: Tensor, slots: tuple[bool, ...], before: int) -> Tensor:
+    """False where a token before the image is padding [batch, before], from a mask of what the text encoder gives."""
+    images = torch.tensor(slots[: mask.shape[1]])
+    repeats = torch.where(images, PER_SLOT, 1)
+    return (mask.cpu().bool() | images).repeat_interleave(repeats, 1)[:, :before]
 
 
 class Cosmos3Card(Card):
