@@ -7,6 +7,7 @@ import pytest
 import tiny
 import tiny_others
 import torch
+from diffusers import AuraFlowPipeline, AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21FlexAttnProcessor, QwenImage21KVCache
 from reference import reference
 from tiny import SPARSE, built, call
@@ -202,3 +203,45 @@ def test_a_processor_that_attends_without_torch_is_an_error():
     error = pytest.raises(ValueError, match="attended without torch's scaled_dot_product_attention")
     with foveate.apply(model, TILED), mock.patch.object(F, "scaled_dot_product_attention", instead), error:
         call(model, x)
+
+
+# --- pipelines ---
+
+
+def generated(pipe, embeds, **more):
+    """The latent image of four steps."""
+    drawn = {"height": 256, "width": 320, "num_inference_steps": 4, "output_type": "latent"}
+    more |= {"prompt_embeds": embeds, "negative_prompt_embeds": -embeds, "generator": torch.manual_seed(0)}
+    return pipe(**drawn, **more)[0]
+
+
+@pytest.mark.parametrize("name", ["lumina2", "auraflow"])
+def test_pipelines_generate_the_same_with_one_tile_and_know_the_step(name):
+    kind = Lumina2Pipeline if name == "lumina2" else AuraFlowPipeline
+    transformer = SPARSE[name].make(dtype=torch.float32, **({"patch_size": 2} if name == "auraflow" else {}))
+    vae = AutoencoderKL(block_out_channels=(8,) * 4, down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
+                        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=4)  # fmt: skip
+    parts = {"transformer": transformer, "vae": vae, "scheduler": FlowMatchEulerDiscreteScheduler()}
+    pipe = kind(**parts, text_encoder=None, tokenizer=None)
+    pipe.set_progress_bar_config(disable=True)
+    masks = {f"{sign}prompt_attention_mask": torch.ones(1, 11, dtype=torch.long) for sign in ("", "negative_")}
+    embeds = torch.randn(1, 11, 16)
+    dense = generated(pipe, embeds, **masks)
+    with foveate.apply(pipe, ONE_TILE):
+        torch.testing.assert_close(generated(pipe, embeds, **masks), dense, rtol=1e-3, atol=1e-3)
+    with foveate.apply(pipe, HilbertA(tiles=4, align=1, start_percent=0.6)) as run:
+        assert not torch.equal(generated(pipe, embeds, **masks), dense)
+        text = str(run.summary())
+    assert ("1 of 4 forward passes sparse" if name == "auraflow" else "2 of 8 forward passes sparse") in text
+
+
+def test_both_transformers_of_ideogram_are_sparse():
+    class Pipeline:
+        transformer, unconditional_transformer = SPARSE["ideogram4"].make(), SPARSE["ideogram4"].make()
+        scheduler = None
+
+    pipeline = Pipeline()
+    with foveate.apply(pipeline, TILED) as run:
+        for text, model in ((11, pipeline.transformer), (0, pipeline.unconditional_transformer)):
+            call(model, tiny_others.ideogram4_inputs(model, (16, 20), text=text))
+        assert [row.why for row in run.summary().layers] == 6 * [""]
