@@ -267,10 +267,13 @@ def foveate_attention(
         if plan.intercepted and plan.cache is not None:
             raise ValueError("attention that reads cached references cannot be intercepted: remove the methods first")
         if rope is not None and has_lengths:
-            first = 0 if plan.keys is None else plan.keys.sequence
-            before, own, after = key.tensor_split([first, first + query.shape[1]], 1)
-            query, own = permute_tokens(query, own, rope=rope)
-            key = torch.cat([before, own, after], 1)
+            if plan.keys is None:
+                query, key = permute_tokens(query, key, rope=rope)
+            else:  # tokens with keys alone are not rotated
+                first = plan.keys.sequence
+                before, own, after = key.tensor_split([first, first + query.shape[1]], 1)
+                query, own = permute_tokens(query, own, rope=rope)
+                key = torch.cat([before, own, after], 1)
         if fits and plan.pattern is None:
             attn_mask = None  # it hides nothing: padding takes a pattern
         return dispatch_attention_fn(
