@@ -15,16 +15,18 @@ import pytest
 KINDS = {
     "double blocks, then single": (
         "flux", "flux2", "chroma", "longcat", "bria", "ovis", "hunyuan_image", "hunyuan_video", "fibo",
-        "hunyuan_framepack",
+        "hunyuan_framepack", "auraflow", "hidream",
     ),
     "blocks with text": (
-        "qwen", "krea2", "zimage", "sd3", "hunyuan_video15", "ernie", "glm", "joyimage", "kandinsky5",
+        "qwen", "krea2", "zimage", "sd3", "hunyuan_video15", "ernie", "glm", "joyimage", "kandinsky5", "cogview4",
+        "lumina2", "ideogram4", "fibo2", "joyimage_plus",
     ),
     "blocks beside text": (
         "wan", "pixart", "dit", "chronoedit", "skyreels", "vace", "ltx", "ltx2", "animate", "anyflow", "helios",
-        "cosmos",
+        "cosmos", "hunyuan_dit", "kandinsky6",
     ),
-    "U-Nets": ("sdxl", "sd15"),
+    "keys of text alone": ("prx", "qwen21", "nucleus"),
+    "U-Nets": ("sdxl", "sd15", "dreamlite"),
 }  # fmt: skip
 KIND = {family: kind for kind, families in KINDS.items() for family in families}
 

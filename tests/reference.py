@@ -22,9 +22,19 @@ def reference(family, method, *grids):
     """
     layers, ran = [], []
 
-    def attention(query, key, value, attn_mask=None, **options):
-        if query.shape[2] != key.shape[2]:
-            return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    def attention(query, key, value, attn_mask=None, *more, **options):
+        if query.shape[2] + family.keys != key.shape[2]:
+            return scaled_dot_product_attention(query, key, value, attn_mask, *more, **options)
+        if options.get("enable_gqa"):
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        if not family.keys:
+            return of_all(query, key, value, attn_mask)
+        nobody = query.new_zeros(*query.shape[:2], family.keys, query.shape[3])  # asks in the place of the text
+        asked = torch.cat([nobody, query] if family.text_first else [query, nobody], 2)
+        out = of_all(asked, key, value, attn_mask)
+        return out[:, :, family.keys :] if family.text_first else out[:, :, : -family.keys]
+
+    def of_all(query, key, value, attn_mask):
         ran.append(query)
         number = family.numbers[len(ran) - 1] if family.numbers else len(ran) - 1
         if number is None:

@@ -596,6 +596,7 @@ class Family(NamedTuple):
         text_first: Whether the text precedes the image in the attention sequence, or how much of it does for a grid.
         method: A method that works at the first grid.
         checkpoints: Whether gradient checkpointing works in diffusers 0.42.
+        keys: Number of text tokens that have keys alone.
     """
 
     make: Callable[..., Any]
@@ -606,6 +607,7 @@ class Family(NamedTuple):
     text_first: bool | Callable[[tuple[int, ...]], int] = True
     method: Method = HilbertA(tiles=4, align=1)
     checkpoints: bool = True
+    keys: int = 0
 
 
 def _flux_inputs(model, grid, batch=1):
@@ -659,6 +661,8 @@ _WIDE = {"attention_head_dim": 32, "num_attention_heads": 2}
 _ROPE = {"axes_dims_rope": (8, 12, 12), **_WIDE}
 _SIZES = ((16, 20), (9, 31))
 _VIDEOS = ((5, 8, 9), (3, 12, 10))
+import tiny_others  # noqa: E402, needs what is above
+
 _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
@@ -690,6 +694,7 @@ FAMILIES = {
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
+    **tiny_others.MERGING,
 }  # fmt: skip
 SPARSE = FAMILIES | {
     "vace": Family(vace, _wan_inputs, _VIDEOS, _WIDE),
@@ -710,6 +715,7 @@ SPARSE = FAMILIES | {
                        {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
     "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _WIDE),
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _WIDE, (0, None, 1, None, 2, None)),
+    **tiny_others.OTHERS,
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
@@ -723,7 +729,7 @@ def built(name, grid=None, batch=1, **config):
 
 
 MASKED = ("chroma", "fibo", "ernie", "qwen", "krea2", "hunyuan_image", "hunyuan_video", "hunyuan_video15",
-          "hunyuan_framepack")  # fmt: skip
+          "hunyuan_framepack", "prx", "nucleus", "joyimage_plus")  # fmt: skip
 """Families that take a mask of a padded text; Z-Image pads its prompts itself."""
 
 
@@ -741,7 +747,10 @@ def masked(name, mask):
         return {"joint_attention_kwargs": {"attention_mask": whole[:, None, None]}}
     if name == "ernie":
         return {"text_lens": mask.sum(1)}
-    return {"encoder_hidden_states_mask" if name == "qwen" else "encoder_attention_mask": mask}
+    if name == "prx":
+        return {"attention_mask": mask}
+    names = "qwen", "nucleus", "joyimage_plus"
+    return {"encoder_hidden_states_mask" if name in names else "encoder_attention_mask": mask}
 
 
 def ragged(name, batch=3, **config):
@@ -760,7 +769,11 @@ def exact(model):
     if isinstance(model, Kandinsky5Transformer3DModel):  # it has parts in bfloat16
         one = {"bfloat16": model.dtype, "float32": model.dtype, "outer": lambda *x: torch.outer(*x).to(model.dtype)}
         return mock.patch.object(transformer_kandinsky, "torch", SimpleNamespace(**vars(torch) | one))
-    if not type(model).__name__.startswith(("Wan", "LTX", "ChronoEdit", "SkyReels", "AnyFlow", "Helios", "Ernie")):
+    names = (
+        "Wan", "LTX", "ChronoEdit", "SkyReels", "AnyFlow", "Helios", "Ernie", "AuraFlow", "Lumina2", "HiDream", "PRX",
+        "HunyuanDiT", "Nucleus", "QwenImage21", "Kandinsky6", "JoyImageEditPlus", "CogView4", "Ideogram4",
+    )  # fmt: skip
+    if not type(model).__name__.startswith(names):
         return nullcontext()
     return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
 
@@ -775,8 +788,15 @@ def call(model, x, **more):
 
 
 def at(x, left):
-    """The inputs of a later step, with that fraction of the timestep; the `t` of Z-Image rises during a run."""
-    return x | ({"t": 1 - (1 - x["t"]) * left} if "t" in x else {"timestep": x["timestep"] * left})
+    """The inputs of a later step, with that fraction of what is left of the run."""
+    name = next(name for name in ("t", "timestep", "timesteps") if name in x)
+    return x | {name: 1 - (1 - x[name]) * left if rises(x) else x[name] * left}
+
+
+def rises(x):
+    """Whether the timestep rises during a run, as in Z-Image, Ideogram 4 and Lumina 2."""
+    is_lumina2 = "encoder_attention_mask" in x and x["hidden_states"].ndim == 4 and x["timestep"][0] <= 1
+    return "t" in x or "indicator" in x or is_lumina2
 
 
 def sample(x, i):
@@ -791,8 +811,9 @@ def sample(x, i):
 
 def _shared(name, value):
     """Whether all samples of a batch share an argument: positions do."""
-    names = "img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos"
-    return name in names or (str(name).startswith("indices") and value.ndim == 1)
+    names = "img_ids", "txt_ids", "text_rope_pos", "visual_rope_pos"
+    of_all = {"position_ids": 2} | ({name: 1} if str(name).startswith("indices") else {})  # with so many dimensions
+    return name in names or getattr(value, "ndim", None) == of_all.get(name, -1)
 
 
 def fingerprint(model):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from covering import at_grids_in_turn, in_turn
-from reference import dense_mask, reference
+from reference import dense_mask, places, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
 
@@ -109,6 +109,8 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
             assert row.why == "named in dense_layers"
         elif not isinstance(method, LLSA):
             mask = dense_mask(method, number, (grid,), tokens, SPARSE[name].text_first)
+            if SPARSE[name].keys:
+                mask = mask[places((grid,), tokens, SPARSE[name].text_first)[1]]
             assert row.true == pytest.approx(1 - mask.double().mean().item())
 
 
@@ -134,6 +136,7 @@ def test_dense_settings_are_the_dense_model(name, grid, method):
 @pytest.mark.parametrize(("name", "dtype"), in_turn(SPARSE, [torch.float32, torch.bfloat16, torch.float16], each=2))
 def test_every_dtype_works(name, dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    tolerance *= 2 if name == "ideogram4" else 1  # it rounds its rotary embedding
 
     def cast(value):
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value

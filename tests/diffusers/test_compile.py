@@ -35,7 +35,7 @@ outputs = lambda: [tiny.call(model, x) for x in inputs]
 dense = outputs()
 with foveate.apply(model, *methods):
     wanted = outputs()
-names = model._repeated_blocks or ["JointTransformerBlock"]
+names = model._repeated_blocks or ["JointTransformerBlock", "PRXBlock", "Lumina2TransformerBlock"]
 for block in model.modules():
     if type(block).__name__ in names:
         block.compile(fullgraph=True, backend="eager")
@@ -90,6 +90,8 @@ CASES = {
     ],
 }
 MORE_CASES = [  # with a GPU only, to spare time
+    f"'prx', dict(depth=10), {BOTH}, (5, 5)",
+    f"'lumina2', {TEN}, {HILBERTA}, (4, 8)",
     f"'hunyuan_image', {SINGLE}, {HILBERTA}, (3, 9)",
     f"'krea2', {TEN}, {HILBERTA}, (2, 8)",
     f"'ltx2', {TEN}, {HILBERTA}, (1, 4)",

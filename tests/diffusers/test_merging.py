@@ -54,8 +54,10 @@ def merges(monkeypatch):
     return made
 
 
-ATTENTION = "attn.to_q", "attn1.to_q", "attention.to_q"
-FEED_FORWARD = "ff.net.0.proj", "ff.gate", "ffn.net.0.proj", "feed_forward.w1"
+ATTENTION = "attn.to_q", "attn1.to_q", "attention.to_q", "attention.img_qkv_proj"
+FEED_FORWARD = (
+    "ff.net.0.proj", "ff.gate", "ffn.net.0.proj", "feed_forward.w1", "ff.linear_1", "feed_forward.linear_1"
+)  # fmt: skip
 
 
 def without_controlnet(x):
@@ -301,7 +303,8 @@ def test_autocast_is_near_full_precision(name, granularity):
 @every_family
 def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(name):
     model, x = built(name, (16, 16))
-    text = {"krea2": 11, "qwen": 0, "sd3": 0, "zimage": 32}.get(name, 15)  # in the same tensor as the image
+    words = {"krea2": 11, "qwen": 0, "sd3": 0, "zimage": 32, "auraflow": 19, "lumina2": 11}
+    text = words.get(name, 15)  # in the same tensor as the image
     dense = seen_tokens(model, x)
 
     def half(part):
@@ -318,7 +321,8 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
         left = (*ATTENTION, *(("attn2.to_q",) if name == "sd3" else ()))
         assert seen_tokens(model, x) == {
-            part: dense[part] if part.endswith(left) and "single" not in part else half(part) for part in dense
+            part: dense[part] if part.endswith(left) and ("single" not in part or name == "auraflow") else half(part)
+            for part in dense
         }
 
 

@@ -224,7 +224,7 @@ class ModelAdapter:
                 f"{stack.name}.{i}.{name}", attn, block, stack.holder, number, self.card.attention[name], sparse,
                 group, merges,
             )  # fmt: skip
-            if sparse or (group and self.card.wrapper is None):
+            if sparse or (group and (self.card.rope or self.card.wrapper is None)):
                 self.take_processor(layer)
             self.layers.append(layer)
 
@@ -235,7 +235,7 @@ class ModelAdapter:
             ValueError: If it attends in another way and the card has no wrapper for it.
         """
         processor = layer.attn.processor
-        if self.card.wrapper is not None and type(processor) in self.card.wrapper.known:
+        if self.card.wrapper is not None and self.card.wrapper.wraps(processor):
             processor = self.card.wrapper(processor)
         elif not dispatches(processor):
             raise ValueError(
@@ -344,7 +344,7 @@ class ModelAdapter:
         """Decide what the layers of a stack do, and attach their plans."""
         layers = self.planner.layers[holder]
         for layer in layers if self.card.wrapper is not None else ():
-            if layer.sparse and type(layer.attn.processor) in self.card.wrapper.known:  # set since `apply`
+            if layer.sparse and self.card.wrapper.wraps(layer.attn.processor):  # set since `apply`
                 self.take_processor(layer)
         stack = self.now.decisions[holder] = self.planner.plan(self.now, holder, inputs)
         if torch.is_grad_enabled() and getattr(holder, "gradient_checkpointing", False):

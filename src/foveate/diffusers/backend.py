@@ -8,7 +8,7 @@ parallel_config=self._parallel_config)``. `attach` sets both on one processor: t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models import attention_dispatch
@@ -19,7 +19,7 @@ from diffusers.models.attention_dispatch import (
     all_to_all_single_any_qkv_async,
     dispatch_attention_fn,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._device import DeviceContext
 
@@ -28,6 +28,7 @@ from foveate.ops.permute_tokens import permute_tokens
 
 __all__ = [
     "FOVEATE",
+    "KeysAlone",
     "LayerPlan",
     "RerunWithPlans",
     "attach",
@@ -40,6 +41,20 @@ __all__ = [
     "set_attention",
     "with_text",
 ]
+
+
+class KeysAlone(NamedTuple):
+    """Tokens of a call that have keys and no queries.
+
+    Attributes:
+        positions: Their positions among the keys of the call; padding is left out.
+        tokens: Their number, padding included.
+        sequence: Position where the keys of the tokens with queries begin.
+    """
+
+    positions: Tensor
+    tokens: int
+    sequence: int
 
 
 @dataclass(eq=False)
@@ -55,11 +70,13 @@ class LayerPlan:
         streams: Lengths of the parts of the sequence that context parallelism splits one by one: text and image.
         references: Number of tokens of these references.
         cache: Cache of diffusers for their keys and values: it is filled where the sequence has them, else read.
+        keys: Tokens of the call with keys alone, which all tokens attend to; None if there are none.
         parts: One plan for each run of consecutive samples with equal padding; empty if all samples use this plan.
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
         intercepted: Whether it attended densely because something intercepts torch's attention.
+        called: Whether torch's attention was called in a processor that uses it, for the plan or not.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
@@ -72,10 +89,12 @@ class LayerPlan:
     streams: tuple[int, ...] = ()
     references: int = 0
     cache: Any = None
+    keys: KeysAlone | None = None
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
     intercepted: bool = False
+    called: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
     parallel: Any = None
@@ -95,6 +114,11 @@ class LayerPlan:
         """Number of tokens on this process; all of them without context parallelism."""
         context = self.context_parallel_config
         return self.tokens if context is None else local_tokens(self.streams, context)
+
+    def fits(self, queries: int, keys: int) -> bool:
+        """Whether it is for a call with so many queries and keys."""
+        alone = 0 if self.keys is None else self.keys.tokens
+        return queries == self.local_tokens and keys == queries + alone
 
 
 def _add_backend(name: str) -> AttentionBackendName:
@@ -181,9 +205,10 @@ class RerunWithPlans:
         if isinstance(rerun := getattr(holder, "_gradient_checkpointing_func", None), cls):
             holder._gradient_checkpointing_func = rerun.original
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
-        """Run the block; the backward pass will run it again."""
-        owned: list[Any] = [getattr(module, "processor", None) for module in block.modules()]
+    def __call__(self, block: Callable[..., Any], *args: Any) -> Any:
+        """Run the block, or its method `__call__`; the backward pass will run it again."""
+        module: Any = getattr(block, "__self__", block)
+        owned: list[Any] = [getattr(part, "processor", None) for part in module.modules()]
         processors = [processor for processor in owned if dispatches(processor)]
         plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
 
@@ -229,25 +254,36 @@ def foveate_attention(
     backend.
     """
     plan: LayerPlan = _parallel_config
-    if plan.watch is not None:
+    has_lengths = plan.fits(query.shape[1], key.shape[1])
+    if has_lengths and plan.watch is not None:
         watch, plan.watch = plan.watch, None
         others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
         watch(lambda values: foveate_attention(query, key, values, *others), value)
-    context, tokens = plan.context_parallel_config, plan.local_tokens
-    rope = None if plan.rope is None else with_text(plan.rope, tokens)
-    fits = query.shape[1] == key.shape[1] == tokens and (attn_mask is None or plan.mask_is_padding)
+    context = plan.context_parallel_config
+    rope = None if plan.rope is None else with_text(plan.rope, plan.local_tokens)
+    fits = has_lengths and not is_causal and (attn_mask is None or plan.mask_is_padding)
     plan.intercepted = fits and plan.pattern is not None and is_intercepted()
     if not fits or plan.pattern is None or plan.intercepted:
         if plan.intercepted and plan.cache is not None:
             raise ValueError("attention that reads cached references cannot be intercepted: remove the methods first")
-        if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
-            query, key, value = permute_tokens(query, key, value, rope=rope)
+        if rope is not None and has_lengths:
+            if plan.keys is None:
+                query, key = permute_tokens(query, key, rope=rope)
+            else:  # tokens with keys alone are not rotated
+                first = plan.keys.sequence
+                before, own, after = key.tensor_split([first, first + query.shape[1]], 1)
+                query, own = permute_tokens(query, own, rope=rope)
+                key = torch.cat([before, own, after], 1)
         if fits and plan.pattern is None:
             attn_mask = None  # it hides nothing: padding takes a pattern
         return dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             backend=plan.backend, parallel_config=plan.parallel,
         )  # fmt: skip
+    if scale is not None and scale != query.shape[3] ** -0.5:
+        query = query * (scale * query.shape[3] ** 0.5)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     if context is None:
         return _attend(query, key, value, plan, rope)
     if rope is not None:  # that of this process's tokens
@@ -275,14 +311,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
     if plan.parts:
         tensors = *(x.split(plan.samples) for x in (query, key, value)), plan.parts, _split(rope, plan.samples)
         return torch.cat([_attend(*part) for part in zip(*tensors, strict=True)])
-    order = None if plan.inverse is None else plan.order.to(query.device)
+    order, alone = None if plan.inverse is None else plan.order.to(query.device), None
+    if plan.keys is not None:
+        positions, _, first = plan.keys
+        alone = [x.index_select(1, positions.to(x.device)) for x in (key, value)]
+        key, value = (x[:, first : first + query.shape[1]] for x in (key, value))
     query, key, value = permute_tokens(query, key, value, order=order, rope=rope)
     if n := plan.references:  # they attend to each other alone
         own = [x[:, :n].clone() for x in (query, key, value)]
         plan.cache.store(*own[1:])
         references, query = dispatch_attention_fn(*own, backend=plan.backend), query[:, n:]
     elif plan.cache is not None:
-        key, value = (torch.cat(both, 1) for both in zip(plan.cache.get(), (key, value), strict=True))
+        alone = plan.cache.get()
+    if alone is not None:
+        key, value = (torch.cat(both, 1) for both in zip(alone, (key, value), strict=True))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if not n and (plan.inverse is None or len(plan.order) == len(plan.inverse)):
         return joint_attention(query, key, value, plan.pattern, scatter=order).transpose(1, 2)

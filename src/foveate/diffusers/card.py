@@ -20,13 +20,16 @@ __all__ = [
     "Stack",
     "TokenLayout",
     "card_of",
+    "cos_and_sin",
     "earlier_frames",
     "image",
     "padding",
     "patches",
+    "refiner_and_layers",
     "register_card",
     "text",
     "text_and_padding",
+    "text_lengths",
     "video",
 ]
 
@@ -63,6 +66,20 @@ CARDS: dict[str, str | type["Card"]] = {
     "Kandinsky5Transformer3DModel": "foveate.diffusers.cards.self_rotating:Kandinsky5Card",
     "LTXVideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
     "LTX2VideoTransformer3DModel": "foveate.diffusers.cards.ltx:LTXCard",
+    "AuraFlowTransformer2DModel": "foveate.diffusers.cards.torch_attention:AuraFlowCard",
+    "CogView4Transformer2DModel": "foveate.diffusers.cards.torch_attention:CogView4Card",
+    "HiDreamImageTransformer2DModel": "foveate.diffusers.cards.torch_attention:HiDreamCard",
+    "HunyuanDiT2DModel": "foveate.diffusers.cards.torch_attention:HunyuanDiTCard",
+    "Lumina2Transformer2DModel": "foveate.diffusers.cards.torch_attention:Lumina2Card",
+    "QwenImage21Transformer2DModel": "foveate.diffusers.cards.keys_alone:QwenImage21Card",
+    "PRXTransformer2DModel": "foveate.diffusers.cards.keys_alone:PRXCard",
+    "NucleusMoEImageTransformer2DModel": "foveate.diffusers.cards.keys_alone:NucleusCard",
+    "Cosmos3OmniTransformer": "foveate.diffusers.cards.keys_alone:Cosmos3Card",
+    "Ideogram4Transformer2DModel": "foveate.diffusers.cards.packed:Ideogram4Card",
+    "JoyImageEditPlusTransformer3DModel": "foveate.diffusers.cards.packed:JoyImageEditPlusCard",
+    "BriaFibo2Transformer2DModel": "foveate.diffusers.cards.packed:BriaFibo2Card",
+    "Kandinsky6Transformer3DModel": "foveate.diffusers.cards.self_rotating:Kandinsky6Card",
+    "DreamLiteUNetModel": "foveate.diffusers.cards.dreamlite:DreamLiteCard",
     "PixelDiT": "foveate.diffusers.cards.pixel_dit:PixelDiTCard",
 }
 """Card of each model class, by name; nothing is imported before it is needed."""
@@ -184,16 +201,26 @@ def _read_mask(mask: Tensor, tokens: int) -> tuple[Segments, ...]:
     return tuple(tuple((text if real else padding)(int(length)) for real, length in row) for row in runs)
 
 
+@cached_by_tensor
+def text_lengths(mask: Tensor) -> tuple[int, ...]:
+    """Number of real tokens of each text, from a mask that is False or 0 where a token is padding [batch, tokens]."""
+    return tuple(mask.sum(1).tolist())
+
+
 class TokenLayout(NamedTuple):
     """The attention sequence of a sample in a forward pass.
 
     Attributes:
         segments: Its tokens, in order.
         cached: Number of tokens of references whose keys are cached: all tokens attend to them too.
+        keys: Text, and its padding, with keys and no queries: all tokens attend to it.
+        keys_last: Whether these keys come after those of the sequence, not before.
     """
 
     segments: Segments
     cached: int = 0
+    keys: Segments = ()
+    keys_last: bool = False
 
     @property
     def text(self) -> int:
@@ -216,6 +243,11 @@ class TokenLayout(NamedTuple):
         return self.cached + self.count("reference")
 
     @property
+    def text_keys(self) -> int:
+        """Number of text tokens with keys alone."""
+        return sum(segment.tokens for segment in self.keys if segment.kind == "text")
+
+    @property
     def padded(self) -> bool:
         """Whether some tokens are padding."""
         return any(segment.kind == "padding" and segment.tokens for segment in self.segments)
@@ -234,7 +266,8 @@ class TokenLayout(NamedTuple):
         first = next(i for i, segment in enumerate(self.segments) if segment.kind == "image")
         others = [(i, segment) for i, segment in enumerate(self.segments) if segment.kind != "image"]
         before = [segment for i, segment in others if i < first]
-        return TokenLayout((*before, image(1, kept), *(segment for i, segment in others if i > first)))
+        after = [segment for i, segment in others if i > first]
+        return self._replace(segments=(*before, image(1, kept), *after))
 
     def count(self, kind: str) -> int:
         """Number of tokens of a kind."""
@@ -268,6 +301,19 @@ class Stack(NamedTuple):
     group: Hashable
     skip: int
     joined: bool = False
+
+
+def refiner_and_layers(model: Any) -> Iterator[Stack]:
+    """The blocks of a model that refine the image alone, then its main blocks; those for the text alone stay dense."""
+    refiner, layers = model.noise_refiner, model.layers
+    yield Stack("noise_refiner", refiner, refiner, "noise_refiner", len(refiner), joined=True)
+    yield Stack("layers", layers, model, "layers", default_skip(len(layers)), joined=True)
+
+
+def cos_and_sin(turns: Tensor) -> tuple[Tensor, Tensor]:
+    """What `Card.rotation` returns, from complex rotations of each pair of channels [batch or 1, tokens, pairs]."""
+    turns = turns[0] if len(turns) == 1 else turns
+    return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
 
 class Card:
@@ -323,10 +369,8 @@ class Card:
         Raises:
             DenseFallback: If this forward pass has to stay dense.
         """
-        config = holder.config
-        return TokenLayout(
-            (patches(inputs["hidden_states"].shape[2:], config.patch_size or 1),)
-        )  # UNets have no patches
+        patch = getattr(holder.config, "patch_size", None) or 1  # UNets have none
+        return TokenLayout((patches(inputs["hidden_states"].shape[2:], patch),))
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of blocks, in running order."""

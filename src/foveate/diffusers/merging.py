@@ -375,8 +375,9 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other tokens."""
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+    """The arguments of a call with other tokens, also where they are given a second time, as keys."""
+    old = tokens_of(args, kwargs)
+    return tuple(x if y is old else y for y in args), {name: x if y is old else y for name, y in kwargs.items()}
 
 
 def without_rope(now: MergePass, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from foveate.diffusers.backend import LayerPlan, attach, context_of, detach, dispatches
+from foveate.diffusers.backend import KeysAlone, LayerPlan, attach, context_of, detach, dispatches
 from foveate.diffusers.card import Card, TokenLayout
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass, keeps_state
@@ -80,11 +80,14 @@ class Layer(NamedTuple):
         """Channels of all heads together."""
         if head_dim := getattr(self.attn, "head_dim", None):
             return self._heads * head_dim
-        return getattr(self.attn, "inner_dim", None) or self.attn.to_query.out_features
+        if inner_dim := getattr(self.attn, "inner_dim", None):
+            return inner_dim
+        return next(getattr(self.attn, name).out_features for name in ("to_q", "to_query") if hasattr(self.attn, name))
 
     @property
     def _heads(self) -> int:
-        return getattr(self.attn, "heads", None) or self.attn.num_heads
+        names = "heads", "num_heads", "num_attention_heads"
+        return next(getattr(self.attn, name) for name in names if hasattr(self.attn, name))
 
     @property
     def replaced(self) -> str:
@@ -94,9 +97,9 @@ class Layer(NamedTuple):
     def takes_merged_tokens(self, card: Card) -> bool:
         """Whether its processor works on fewer tokens: an unknown one may keep maps of all tokens."""
         processor = self.attn.processor
-        return (
-            dispatches(processor) if card.wrapper is None else type(processor) in (card.wrapper, *card.wrapper.known)
-        )
+        if card.wrapper is None:
+            return dispatches(processor)
+        return isinstance(processor, card.wrapper) or card.wrapper.wraps(processor)
 
 
 class Decision(NamedTuple):
@@ -178,18 +181,25 @@ class Decision(NamedTuple):
     def _plan_of_layout(self, layer: Layer, layout: TokenLayout, card: Card) -> LayerPlan:
         """The plan of one layer for samples with this layout."""
         pattern = self.pattern(layer, layout.text)
-        if layout.references:
-            pattern = with_references(pattern, layout.references)
         if self.is_merged(layer):
             layout = layout.merged(self.kept)
             order, inverse = merged_order(layout, self.device, self.ranks)
         else:
             orders = self.attention[layout.text].orders
             order, inverse = sequence_order(orders[layer.number % len(orders)], layout, self.ranks)
-        if pattern is None and any(sample.padded for sample in self.layouts):
+        if pattern is None and any(sample.padded or sample.keys for sample in self.layouts):
             pattern = attend_to_all(len(order))  # padding is left out
-        hides_padding, streams = card.padding_mask is not None, tuple(layout.streams())
-        return LayerPlan(order, inverse, pattern, hides_padding, streams, layout.count("reference"))
+        if more := layout.references + layout.text_keys:
+            pattern = with_first_keys(pattern, more)
+        return LayerPlan(
+            order,
+            inverse,
+            pattern,
+            mask_is_padding=card.padding_mask is not None,
+            streams=tuple(layout.streams()),
+            references=layout.count("reference"),
+            keys=keys_alone(layout, self.device) if layout.keys else None,
+        )
 
 
 @dataclass(eq=False)
@@ -389,8 +399,8 @@ class Planner:
         ):
             raise DenseFallback("an attention mask was passed")
         if stack.context is not None:
-            if stack.layout.references:
-                raise DenseFallback("diffusers caches keys of references on one device only")
+            if stack.layout.references or stack.layout.keys:
+                raise DenseFallback("text or references with keys and no queries are whole on one device only")
             check_context(stack.context, stack.layout.streams(), stack.ranks)
 
     def _what_keeps_tokens(self) -> str:
@@ -500,11 +510,21 @@ def attend_to_all(tokens: int) -> BlockTable:
     return block_table([range(len(starts) - 1)] * (len(starts) - 1), starts)
 
 
-_WITH_REFERENCES: WeakTensorCache[BlockTable] = WeakTensorCache()
+_WITH_FIRST_KEYS: WeakTensorCache[BlockTable] = WeakTensorCache()
 
 
-def with_references(pattern: Pattern, tokens: int) -> Pattern:
-    """The pattern with the keys of `tokens` reference tokens in front, which all queries read."""
+def with_first_keys(pattern: Pattern, tokens: int) -> Pattern:
+    """The pattern with the keys of so many tokens without queries in front, which all queries read."""
     if isinstance(pattern, LogLinear):
         return pattern
-    return _WITH_REFERENCES.get([*pattern], tokens, lambda: pattern.with_first_keys(tokens))
+    return _WITH_FIRST_KEYS.get([*pattern], tokens, lambda: pattern.with_first_keys(tokens))
+
+
+@lru_cache(maxsize=64)
+@persistent
+def keys_alone(layout: TokenLayout, device: torch.device) -> KeysAlone:
+    """Where the tokens with keys alone are among the keys of a call."""
+    tokens = sum(segment.tokens for segment in layout.keys)
+    first = layout.tokens if layout.keys_last else 0
+    positions = first + TokenLayout(layout.keys).positions("text")
+    return KeysAlone(positions.to(device), tokens, 0 if layout.keys_last else tokens)

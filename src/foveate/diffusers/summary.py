@@ -64,7 +64,8 @@ def report(layer: "Layer", stack: "Decision", card: "Card", merging: "TokenMergi
     patterns = [stack.pattern(layer, text) if sparse else None for text in texts]
     pairs = sum((text + kept) ** 2 if p is None else p.pairs() for p, text in zip(patterns, texts, strict=True))
     every_pair = sum((text + image) ** 2 for text in texts)
-    to_references = sum(layout.tokens * layout.references for layout in layouts)  # none is skipped
+    # none of these is skipped
+    to_keys_alone = sum(layout.tokens * (layout.references + layout.text_keys) for layout in layouts)
     pattern, plan = patterns[0], stack.attention[texts[0]] if sparse else None
     saved = 4 * (every_pair - pairs) * layer.inner_dim * stack.batch // len(texts)
     if merges:
@@ -74,7 +75,7 @@ def report(layer: "Layer", stack: "Decision", card: "Card", merging: "TokenMergi
         " + ".join([*([plan.title] if plan else []), *([merging.title] if merges else [])]),
         "model" if pattern is None else backend_of(pattern, stack.device, stack.dtype, layer.head_dim),
         1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
-        (every_pair - pairs) / (every_pair + to_references),
+        (every_pair - pairs) / (every_pair + to_keys_alone),
         saved,
     )
 

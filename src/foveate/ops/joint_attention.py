@@ -110,7 +110,8 @@ def portable(q: Tensor, k: Tensor, v: Tensor, image: int, scatter: Tensor | None
     images = (x[:, :, -image:] for x in (q, k, v))
     extra = (text_k, text_v) if text_k.shape[2] else (None, None)
     out = portable_log_linear_attention(*images, *extra, None, None, options)[0]
-    out = torch.cat([scaled_dot_product_attention(text_q, k, v, scale=options.scale), out], 2)
+    if text_q.shape[2]:
+        out = torch.cat([scaled_dot_product_attention(text_q, k, v, scale=options.scale), out], 2)
     return out if scatter is None else torch.empty_like(out).index_copy(2, scatter, out)
 
 

@@ -393,7 +393,7 @@ class LanguageModel:
     def generate(
         self,
         texts: Sequence[Int[Tensor, "_"]],
-        cache: RowCache | None = None,
+        kept: RowCache | None = None,
         /,
         *,
         max_new_tokens: int = 32,
@@ -405,7 +405,7 @@ class LanguageModel:
 
         Args:
             texts: Token ids of each text.
-            cache: Cache that holds these texts, contexts and prompts. None computes all of them: the full prefill.
+            kept: Cache that holds these texts, contexts and prompts. None computes all of them: the full prefill.
             max_new_tokens: Largest number of tokens to generate.
             do_sample: Whether to sample tokens.
             num_return_sequences: Number of continuations of each text, adjacent in the result.
@@ -416,29 +416,29 @@ class LanguageModel:
         """
         longest = max(map(len, texts))
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
-        self._check(options, cached=cache is not None, several=len(texts) > 1)
+        self._check(options, cached=kept is not None, several=len(texts) > 1)
         # padded by a token of the text, so that repetition penalties count no other token
         padded = torch.stack([torch.cat([ids[:1].expand(longest - len(ids)), ids]) for ids in texts])
         mask = torch.stack([torch.arange(-longest, 0, device=ids.device) >= -len(ids) for ids in texts])
         options = self._without_padding(options, [longest - len(ids) for ids in texts])
         model, beams = self.model, max(self._option(options, "num_beams") or 1, num_return_sequences)
-        if cache is not None:
-            cache.rewind()
-            cache.reserve(max_new_tokens)
+        if kept is not None:
+            kept.rewind()
+            kept.reserve(max_new_tokens)
             # without use_cache the model would append all tokens to the cache again
             model, options = self.row_model, options | {"use_cache": True}
-        if cache is not None and beams > 1:
-            cache = self.row_cache(beams * len(texts), cache.capacity - SPARE_ROWS).repeated(cache, beams)
+        if kept is not None and beams > 1:
+            kept = self.row_cache(beams * len(texts), kept.capacity - SPARE_ROWS).repeated(kept, beams)
         output = model.generate(
             input_ids=padded,
             attention_mask=mask.long(),
             max_new_tokens=max_new_tokens,
             do_sample=do_sample,
             num_return_sequences=num_return_sequences,
-            **options | {CACHE: cache, "return_dict_in_generate": False},
+            **options | {CACHE: kept, "return_dict_in_generate": False},
         )
-        if cache is not None and beams > 1:
-            self.give_back(cache)
+        if kept is not None and beams > 1:
+            self.give_back(kept)
         return [self._text(ids, options) for ids in output[:, longest:].tolist()]
 
     def _without_padding(self, options: dict[str, Any], padding: Sequence[int]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foveate.diffusers.adapter import ModelAdapter
 from foveate.diffusers.backend import LayerPlan, dispatches, plan_of
@@ -101,6 +102,8 @@ def _weights(
     place = images[torch.arange(len(images)).view(grid)[token]]
     merging = layer.group.now if ran.is_merged(layer) else None
     text = len(merging.text) if merging and layer.joint else 0
+    alone = sum(segment.tokens for segment in layout.keys)
+    around = (0, alone) if layout.keys_last else (alone, 0)
     batch, _, heads, width = value.shape
     rows: list[Tensor] = []
     for first in range(0, layout.tokens, width):
@@ -109,6 +112,7 @@ def _weights(
         unit = unit.expand(batch, -1, -1)
         if merging:
             unit = merging.merged(unit, text)
+        unit = pad(unit, (0, 0, *around))
         out = attend(unit[:, :, None].expand(-1, -1, heads, -1).contiguous()).mean(2)
         if merging:
             out = merging.unmerged(out, text)

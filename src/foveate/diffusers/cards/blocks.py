@@ -5,40 +5,47 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from diffusers import Transformer2DModel
 from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import (
-    Attention,
     AttnProcessor,
     AttnProcessor2_0,
-    FusedAttnProcessor2_0,
     FusedJointAttnProcessor2_0,
     JointAttnProcessor2_0,
     SlicedAttnProcessor,
 )
-from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
-from foveate.diffusers.backend import foveate_attention, plan_of
+from foveate.diffusers.backend import LayerPlan, foveate_attention, plan_of
 from foveate.diffusers.card import Card, Stack, TokenLayout, text
 
 __all__ = ["CosmosCard", "DiTCard", "DispatchedProcessor", "PixArtCard", "SD3Card", "UNetCard"]
 
 
+STAND_INS = {
+    AttnProcessor: AttnProcessor2_0,
+    SlicedAttnProcessor: AttnProcessor2_0,
+    FusedJointAttnProcessor2_0: JointAttnProcessor2_0,
+}
+"""Processors that call torch's attention, by those that do not or that want text in every layer."""
+
+
 class DispatchedProcessor:
-    """Runs the wrapped processor, or Foveate's attention when a `LayerPlan` is attached.
+    """Runs the wrapped processor; while a `LayerPlan` is attached, torch's attention in it is Foveate's.
 
     Args:
-        original: The processor to wrap: a plain one, also with fused projections or in slices, a joint one for [image,
-            text], or that of Cosmos, which rotates halves of the channels.
+        original: The processor to wrap, one of those that call torch's scaled_dot_product_attention.
     """
 
     known = (
-        AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0, SlicedAttnProcessor,
-        JointAttnProcessor2_0, FusedJointAttnProcessor2_0, CosmosAttnProcessor2_0,
+        "AttnProcessor", "SlicedAttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0",
+        "JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "CosmosAttnProcessor2_0",
+        "AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0", "CogView4AttnProcessor", "HiDreamAttnProcessor",
+        "HunyuanAttnProcessor2_0", "FusedHunyuanAttnProcessor2_0", "Lumina2AttnProcessor2_0",
+        "QwenImage21AttnProcessor",
     )  # fmt: skip
     _attention_backend = None
     _parallel_config = None
@@ -47,47 +54,69 @@ class DispatchedProcessor:
         if original is None:  # diffusers makes new processors without arguments when an IP-Adapter comes or goes
             raise ValueError("an IP-Adapter cannot come or go under sparse attention: call foveate.remove(...) first")
         self.original = original
+        stand_in = STAND_INS.get(type(original))
+        self._calls_torch = stand_in() if stand_in else original
+
+    @classmethod
+    def wraps(cls, processor: Any) -> bool:
+        """Whether it knows a processor."""
+        return type(processor).__name__ in cls.known
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
+        self, attn: Any, hidden_states: Tensor, *args: Any, image_rotary_emb: Any = None, **kwargs: Any
     ) -> Any:
-        """What the wrapped processor returns; arguments as diffusers passes them."""
-        if plan_of(self) is None:
-            rotary = () if image_rotary_emb is None else (image_rotary_emb,)
-            return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
-        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None))
-        if encoder_hidden_states is None:
-            if image_rotary_emb is not None:
-                turns = {"use_real_unbind_dim": -2, "sequence_dim": 1}
-                image[:2] = (apply_rotary_emb(x, image_rotary_emb, **turns) for x in image[:2])
-            out = foveate_attention(*image, attention_mask, _parallel_config=self._parallel_config).flatten(2)
-            return attn.to_out[1](attn.to_out[0](out))
-        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-        text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k, None))
-        qkv = (torch.cat(both, 1) for both in zip(image, text, strict=True))
-        out = foveate_attention(*qkv, _parallel_config=self._parallel_config).flatten(2)
-        image_out, text_out = out.tensor_split([hidden_states.shape[1]], 1)
-        image_out = attn.to_out[1](attn.to_out[0](image_out))
-        return image_out, text_out if attn.context_pre_only else attn.to_add_out(text_out)
+        """What the wrapped processor returns; arguments as diffusers passes them.
+
+        Raises:
+            ValueError: If the processor does not call torch's attention, because something has replaced that.
+        """
+        if image_rotary_emb is not None:  # diffusers passes on what it finds in the signature
+            kwargs["image_rotary_emb"] = image_rotary_emb
+        if (plan := plan_of(self)) is None:
+            return self.original(attn, hidden_states, *args, **kwargs)
+        plan.called = False
+        with InPlaceOfTorch(plan):
+            out = self._calls_torch(attn, hidden_states, *args, **kwargs)
+        if not plan.called:
+            raise ValueError(
+                f"{type(self.original).__name__} attended without torch's scaled_dot_product_attention: use "
+                "the native backend of diffusers, and leave torch's function in its place"
+            )
+        return out
 
 
-def _skip(attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any, **__: Any) -> Any:
+class InPlaceOfTorch(TorchFunctionMode):
+    """Context in which calls of torch's scaled_dot_product_attention that a plan is for attend by it.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Foveate's attention for [batch, heads, tokens, head_dim], or what `func` returns."""
+        if func is scaled_dot_product_attention:
+            return self.attend(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention in place of torch's."""
+        self.plan.called = True
+        if not self.plan.fits(query.shape[2], key.shape[2]):
+            return scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        qkv = (x.transpose(1, 2) for x in (query, key, value))
+        return foveate_attention(*qkv, *args, **kwargs, _parallel_config=self.plan).transpose(1, 2)
+
+
+def _skip(attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any, **__: Any) -> Any:
     """What guiders of diffusers that skip an attention module return in its place."""
     return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
 
 
 AttentionProcessorRegistry.register(DispatchedProcessor, AttentionProcessorMetadata(_skip))
-
-
-def _heads(attn: Attention, x: Tensor, projections: tuple[Any, ...], norms: tuple[Any, ...]) -> list[Tensor]:
-    """Queries, keys and values [batch, tokens, heads, head_dim]."""
-    qkv = (project(x).unflatten(2, (attn.heads, -1)) for project in projections)
-    return [x if norm is None else norm(x).to(x.dtype) for x, norm in zip(qkv, norms, strict=True)]  # for autocast
 
 
 class DiTCard(Card):
@@ -117,6 +146,8 @@ class SD3Card(DiTCard):
 class UNetCard(DiTCard):
     """`UNet2DConditionModel`: a stack of blocks and a grid for each of its `Transformer2DModel` parts."""
 
+    parts = Transformer2DModel, BasicTransformerBlock
+
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of each section; those of one section share their merging."""
         sections = [(f"down_blocks.{i}", block) for i, block in enumerate(model.down_blocks)]
@@ -124,8 +155,8 @@ class UNetCard(DiTCard):
         sections += [(f"up_blocks.{i}", block) for i, block in enumerate(model.up_blocks)]
         for section, module in sections:
             for i, part in enumerate(getattr(module, "attentions", None) or []):
-                if isinstance(part, Transformer2DModel) and all(
-                    isinstance(block, BasicTransformerBlock) for block in part.transformer_blocks
+                if isinstance(part, self.parts[0]) and all(
+                    isinstance(block, self.parts[1]) for block in part.transformer_blocks
                 ):
                     name = f"{section}.attentions.{i}.transformer_blocks"
                     yield Stack(name, part.transformer_blocks, part, section, 0)

@@ -1,4 +1,4 @@
-"""Models that rotate queries and keys in a way of their own: JoyImage Edit, ERNIE-Image, GLM-Image, Kandinsky 5."""
+"""Models that rotate queries and keys in a way of their own: JoyImage Edit, ERNIE-Image, GLM-Image, Kandinsky."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from foveate.diffusers.card import Card, TokenLayout, patches, text, text_and_pa
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
-__all__ = ["ErnieImageCard", "GlmImageCard", "JoyImageEditCard", "Kandinsky5Card"]
+__all__ = ["ErnieImageCard", "GlmImageCard", "JoyImageEditCard", "Kandinsky5Card", "Kandinsky6Card"]
 
 HALVES = "rotates halves of the channels instead of pairs"
 
@@ -85,3 +85,17 @@ class Kandinsky5Card(Card):
         if inputs.get("sparse_params") is not None:
             raise DenseFallback("the model's own sparse attention is on")
         return TokenLayout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))
+
+
+class Kandinsky6Card(Kandinsky5Card):
+    """`Kandinsky6Transformer3DModel`: video tokens alone; text and audio by cross-attention."""
+
+    merging_unsupported_reason = "has one block for video and audio"
+
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
+        """The video; its grid is that of the latent's patches."""
+        return TokenLayout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))
+
+    def attentions(self, block: Any) -> dict[str, Any]:
+        """The self-attention module of the part for the video."""
+        return super().attentions(block.video_dec_block)

@@ -7,8 +7,8 @@ from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
 from foveate.diffusers.backend import context_of
-from foveate.diffusers.card import Card, Stack, TokenLayout, image, padding, text
-from foveate.methods.base import DenseFallback, default_skip
+from foveate.diffusers.card import Card, Stack, TokenLayout, cos_and_sin, image, padding, refiner_and_layers, text
+from foveate.methods.base import DenseFallback
 
 __all__ = ["ZImageCard"]
 
@@ -44,10 +44,7 @@ class ZImageCard(Card):
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks that refine the image, then the main blocks; those that refine the caption stay dense."""
-        refiner = model.noise_refiner
-        layers = model.layers
-        yield Stack("noise_refiner", refiner, refiner, "noise_refiner", len(refiner), joined=True)
-        yield Stack("layers", layers, model, "layers", default_skip(len(layers)), joined=True)
+        return refiner_and_layers(model)
 
     def samples(self, inputs: dict[str, Any]) -> Tensor:
         """The picture, as often as there are samples."""
@@ -61,8 +58,7 @@ class ZImageCard(Card):
 
     def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
         """From the complex rotations of each sample: the position of its image begins where its caption ends."""
-        turns = rope[0] if len(rope) == 1 else rope
-        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
+        return cos_and_sin(rope)
 
 
 def padding_of(tokens: int) -> int:

@@ -1,0 +1,124 @@
+"""Models that pack text and images into one sequence: Ideogram 4, JoyImage Edit Plus, Bria FIBO 2."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
+from diffusers.models.transformers.transformer_ideogram4 import OUTPUT_IMAGE_INDICATOR, SEQUENCE_PADDING_INDICATOR
+from torch import Tensor, nn
+
+from foveate.diffusers.card import (
+    Card,
+    Stack,
+    TokenLayout,
+    image,
+    padding,
+    patches,
+    refiner_and_layers,
+    text,
+    text_and_padding,
+    text_lengths,
+)
+from foveate.diffusers.cards.flux import grids_of
+from foveate.diffusers.cards.self_rotating import HALVES
+from foveate.methods.base import DenseFallback
+from foveate.utils.cache import cached_by_tensor
+
+__all__ = ["BriaFibo2Card", "Ideogram4Card", "JoyImageEditPlusCard"]
+
+
+class Ideogram4Card(Card):
+    """`Ideogram4Transformer2DModel`: [padding, text, image]; a sample attends within its segment."""
+
+    blocks = "layers"
+    attention = {"attention": True}  # noqa: RUF012
+    timestep_scale = 1.0
+    padding_mask = "attention_mask"
+    merging_unsupported_reason = HALVES
+
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
+        """Padding and text of each sample, then the image, whose grid is in `position_ids`."""
+        before = _before_image(inputs["indicator"])
+        texts = text_and_padding(before, _is_real(inputs["segment_ids"]))
+        [grid] = grids_of(inputs["position_ids"], before)
+        return [TokenLayout((*words, image(*grid))) for words in texts]
+
+    def timestep(self, inputs: dict[str, Any]) -> Tensor:
+        """What is left of the run: the model's timestep rises from 0 to 1."""
+        return 1 - inputs["timestep"]
+
+
+@cached_by_tensor
+def _before_image(indicator: Tensor) -> int:
+    """Number of tokens before the image, whose tokens end all rows."""
+    pictures = (indicator == OUTPUT_IMAGE_INDICATOR).cpu()
+    before = int((~pictures[0]).sum())
+    if pictures[:, :before].any() or not pictures[:, before:].all():
+        raise DenseFallback("the image does not end the sequence in every sample")
+    return before
+
+
+@cached_by_tensor
+def _is_real(segments: Tensor) -> Tensor:
+    """False where a token is padding [batch, tokens]."""
+    segments = segments.cpu()
+    real = segments == segments[:, -1:]
+    if (segments[~real] != SEQUENCE_PADDING_INDICATOR).any():
+        raise DenseFallback("several samples are packed into one row")
+    return real
+
+
+class JoyImageEditPlusCard(Card):
+    """`JoyImageEditPlusTransformer3DModel`: [picture, references, padding, text, padding]."""
+
+    blocks = "double_blocks"
+    padding_mask = "encoder_hidden_states_mask"
+    merging_unsupported_reason = "pads the images of a sample within the sequence"
+
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
+        """The images of each sample, which are padded to the longest sample, then the text."""
+        shapes, mask = inputs["shape_list"], inputs.get("encoder_hidden_states_mask")
+        if any([*sample] != [*shapes[0]] for sample in shapes):
+            raise DenseFallback("the images differ in size between the samples of the batch")
+        if any(frames != 1 for frames, _, _ in shapes[0]):
+            raise DenseFallback("shape_list with several frames are no images")
+        images = [image(*grid) for _, *grid in shapes[0]]
+        rest = inputs["hidden_states"].shape[1] - sum(one.tokens for one in images)
+        filling = (text if mask is None else padding)(rest)  # without a mask it takes part in attention
+        texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], mask)
+        return [TokenLayout((*images, filling, *words)) for words in texts]
+
+
+class BriaFibo2Card(Card):
+    """`BriaFibo2Transformer2DModel`: [gist of the text, picture, references], or the gist last if it is padded."""
+
+    attention = {"attention": True}  # noqa: RUF012
+    timestep_scale = 1.0
+    padding_mask = "attn_mask"
+    merging_unsupported_reason = "modulates each token by its image"
+
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
+        """Gist and images; blocks that refine the images see no gist."""
+        latents = inputs["hidden_states"], *(inputs.get("context_latents") or ())
+        images = [patches(latent.shape[2:], self.patch) for latent in latents]
+        if isinstance(holder, nn.ModuleList):
+            return [TokenLayout((*images,))]
+        batch, _, tokens, _ = inputs["encoder_hidden_states"].shape
+        mask = inputs.get("encoder_attention_mask")
+        config: Any = holder.config
+        counts = compute_gist_count(
+            batch * [tokens] if mask is None else [*text_lengths(mask)],
+            min_gist=config.min_num_gist_tokens,
+            max_gist=config.max_num_gist_tokens,
+            gist_step=config.gist_step,
+            min_text_len=config.gist_min_text_len,
+            max_text_len=config.gist_max_text_len,
+        )
+        if len({*counts}) == 1:
+            return [TokenLayout((text(counts[0]), *images))]
+        return [TokenLayout((*images, text(n), padding(max(counts) - n))) for n in counts]
+
+    def stacks(self, model: Any) -> Iterator[Stack]:
+        """The blocks that refine the images, then the main blocks."""
+        self.patch = model.config.patch_size
+        return refiner_and_layers(model)
