@@ -87,7 +87,8 @@ def _tokens(adapter: ModelAdapter, layer: Layer) -> int:
     ran = adapter.now.decisions[layer.holder]
     if not ran.layouts:
         raise ValueError(f"{layer.name} is dense: {ran.why}")
-    return ran.layouts_of(layer)[0].tokens
+    layout = ran.layouts_of(layer)[0]
+    return (layout.merged(ran.kept) if ran.is_merged(layer) else layout).tokens
 
 
 def _weights(
