@@ -19,6 +19,7 @@ KINDS = {
     ),
     "blocks with text": (
         "qwen", "krea2", "zimage", "sd3", "hunyuan_video15", "ernie", "glm", "joyimage", "kandinsky5",
+        "minimax_h3",
     ),
     "blocks beside text": (
         "wan", "pixart", "dit", "chronoedit", "skyreels", "vace", "ltx", "ltx2", "animate", "anyflow", "helios",

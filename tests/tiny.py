@@ -36,6 +36,7 @@ from diffusers import (
     LongCatImageTransformer2DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
+    MiniMaxH3Transformer3DModel,
     OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -50,6 +51,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from diffusers.models.transformers import transformer_kandinsky
+from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
 
 from foveate import LLSA, HilbertA
 from foveate.apps.demo.untrained import untrained_pipeline
@@ -544,6 +546,36 @@ def ltx2_inputs(*grid, batch=1, dtype=torch.float64):
     return x | audio | {"audio_hidden_states": torch.randn(batch, 6, 4, dtype=dtype), "audio_num_frames": 6}
 
 
+# Heads of 16 channels, 12 of which rotate
+minimax_h3 = maker(
+    MiniMaxH3Transformer3DModel, num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=3,
+    num_refiner_layers=1, ffn_dim=32, in_channels=4, audio_in_channels=4, text_dim=16, freq_dim=16,
+    time_embed_hidden_dim=16, time_embed_dim=16, rope_freq_dim=2
+)  # fmt: skip
+
+
+def minimax_h3_inputs(frames=5, rows=8, columns=9, keyframes=(), batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward: 9 rows of text, three with the tag of the video, and 3 of stereo audio."""
+    tags = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
+    layout = minimax_h3_steps.MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        tags, frames, 2 * rows, 2 * columns, 3, (1, 2, 2), 2, 2, 0, keyframes
+    )
+    return minimax_h3_packed(*layout, batch, dtype)
+
+
+def minimax_h3_packed(places, tags, video, audio, text, keyframes, references, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward with this packed sequence."""
+    times = minimax_h3_steps.MiniMaxH3SetTimestepsStep.build_row_timesteps(
+        video, audio, keyframes, references, len(text), 0.5, 0.4, 0.999, 1.0
+    )
+    x = given(
+        batch, dtype, 0.5, hidden_states=(len(video), 16), audio_hidden_states=(len(audio), 4),
+        encoder_hidden_states=(len(text), 16),
+    )  # fmt: skip
+    rows = {"video_indices": video, "audio_indices": audio, "text_indices": text}
+    return x | rows | {"timestep": times[0], "timestep_indices": times[1], "token_tags": tags, "position_ids": places}
+
+
 DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
@@ -686,6 +718,8 @@ FAMILIES = {
                             {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2, 3, 4), text_first=False),
     "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
                               {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2), text_first=False),
+    "minimax_h3": Family(minimax_h3, _video_inputs(minimax_h3_inputs), _VIDEOS, {"rope_freq_dim": 4, **_WIDE},
+                         (None, 0, 1, 2)),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
@@ -775,24 +809,32 @@ def call(model, x, **more):
 
 
 def at(x, left):
-    """The inputs of a later step, with that fraction of the timestep; the `t` of Z-Image rises during a run."""
+    """The inputs of a later step, with that fraction of what is left; some timesteps rise during a run."""
+    if "timestep_indices" in x:
+        return x | {"timestep": 1 - (1 - x["timestep"]) * left}
     return x | ({"t": 1 - (1 - x["t"]) * left} if "t" in x else {"timestep": x["timestep"] * left})
 
 
 def sample(x, i):
     """The inputs of one sample of a batch."""
     if isinstance(x, dict):
-        parts = {name: sample(value, i) for name, value in x.items() if not _shared(name, value)}
+        shared = [*_SHARED, *["timestep"] * ("timestep_indices" in x)]
+        parts = {
+            name: sample(value, i) for name, value in x.items() if name not in shared and not _places(name, value)
+        }
         return x | parts | {name: x[name][i : i + 1] for name in ("x", "cap_feats") if name in x}
     if isinstance(x, list):
         return [sample(value, i) for value in x]
     return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x
 
 
-def _shared(name, value):
-    """Whether all samples of a batch share an argument: positions do."""
-    names = "img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos"
-    return name in names or (str(name).startswith("indices") and value.ndim == 1)
+_SHARED = ("img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos", "token_tags", "timestep_indices",
+           "video_indices", "audio_indices", "text_indices")  # fmt: skip
+
+
+def _places(name, value):
+    """Whether an argument has places of tokens that all samples of a batch share."""
+    return str(name).startswith("indices") and value.ndim == 1
 
 
 def fingerprint(model):

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from covering import at_grids_in_turn, in_turn
+from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
 from reference import dense_mask, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
@@ -421,6 +422,39 @@ def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():
         unchanged(model, x, *methods)
     with pytest.raises(ValueError, match="merge with granularity='module'"):
         foveate.apply(model, ToMA(granularity="block"))
+
+
+@pytest.mark.parametrize("keyframes", [("first",), ("first", "last")])
+@pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)], ids=title)
+def test_keyframes_of_minimax_h3_attend_as_text_does(keyframes, method):
+    model = tiny.minimax_h3(**heads_for("minimax_h3", method))
+    x = tiny.minimax_h3_inputs(keyframes=keyframes, batch=2)
+    as_defined(SPARSE["minimax_h3"], model, x, method)
+    unchanged(model, x, LOSSLESS, text=9 + len(keyframes) * 72 + 6)
+
+
+def test_references_of_minimax_h3_attend_as_text_does():
+    kinds = [SimpleNamespace(kind=kind, has_audio=True) for kind in ("image", "audio", "video")]
+    latents = torch.empty(1, 4, 1, 16, 18), torch.empty(1, 4, 5, 8, 12)
+    layout = minimax_h3_steps.MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+        torch.ones(9), kinds, latents, (torch.empty(4, 4), torch.empty(8, 4)), 5, 16, 18, 3, (1, 2, 2), 2, 2, 0
+    )
+    model, x = tiny.minimax_h3(), tiny.minimax_h3_packed(*layout)
+    as_defined(SPARSE["minimax_h3"], model, x, HilbertA(tiles=4, align=1))
+    unchanged(model, x, LOSSLESS, text=9 + 72 + 4 + 8 + 5 * 24 + 6)
+
+
+def test_a_packed_sequence_that_does_not_end_with_frames_of_one_size_stays_dense():
+    model, x = built("minimax_h3")
+    places = x["position_ids"].clone()
+    places[-1, 2] += 1
+    dense_because(model, x | {"position_ids": places}, HilbertA(tiles=4), "no frames of one size")
+    places = x["position_ids"].clone()
+    places[-72:, 0] = places[-73, 0]  # the last frame at the time of the one before
+    dense_because(model, x | {"position_ids": places}, HilbertA(tiles=4), "no frames of one size")
+    reordered = {name: x[name].flip(0) for name in ("position_ids", "token_tags", "timestep_indices")}
+    reordered |= {name: 374 - x[name] for name in ("video_indices", "audio_indices", "text_indices")}
+    dense_because(model, x | reordered, HilbertA(tiles=4), "does not end with the video")
 
 
 def coordinates(grid, *conditions, ends=False):

@@ -305,7 +305,7 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
     dense = seen_tokens(model, x)
 
     def half(part):
-        words = text if part.startswith(("single", "layers")) or name == "krea2" else 0
+        words = text if part.startswith(("single", "layers")) or name in ("krea2", "minimax_h3") else 0
         return words + (dense[part] - words) // 2
 
     with foveate.apply(model, ToMA(**MERGES)) as run:
@@ -527,6 +527,18 @@ def test_what_cannot_be_merged_stays_dense_and_says_so(caplog):
     with foveate.apply(model, ToMA(skip=0)) as run:
         call(model, tiny.inputs())
         assert "gradient checkpointing runs blocks again" in run.summary().layers[0].why
+
+
+def test_rows_of_minimax_h3_with_timesteps_of_their_own_merge_by_modules_alone():
+    model, x = built("minimax_h3", batch=2)
+    x["timestep_indices"] = x["timestep_indices"].clone()
+    x["timestep_indices"][-72:] = 0  # the last frame has the timestep of the audio
+    dense = call(model, x)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="module")):
+        torch.testing.assert_close(call(model, x), dense)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="block")) as run:
+        assert torch.equal(call(model, x), dense)
+        assert "each token has its own modulation" in run.summary().layers[0].why
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.SPARSE if name not in FAMILIES])

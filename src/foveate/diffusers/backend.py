@@ -59,6 +59,7 @@ class LayerPlan:
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
+        halves: Whether `rope` pairs channels of two halves: see `permute_tokens`.
         intercepted: Whether it attended densely because something intercepts torch's attention.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
@@ -75,6 +76,7 @@ class LayerPlan:
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
+    halves: bool = False
     intercepted: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
@@ -241,7 +243,7 @@ def foveate_attention(
         if plan.intercepted and plan.cache is not None:
             raise ValueError("attention that reads cached references cannot be intercepted: remove the methods first")
         if rope is not None and query.shape[1] == key.shape[1] == rope[0].shape[-2]:
-            query, key, value = permute_tokens(query, key, value, rope=rope)
+            query, key, value = permute_tokens(query, key, value, rope=rope, halves=plan.halves)
         if fits and plan.pattern is None:
             attn_mask = None  # it hides nothing: padding takes a pattern
         return dispatch_attention_fn(
@@ -251,7 +253,7 @@ def foveate_attention(
     if context is None:
         return _attend(query, key, value, plan, rope)
     if rope is not None:  # that of this process's tokens
-        query, key, value = permute_tokens(query, key, value, rope=rope)
+        query, key, value = permute_tokens(query, key, value, rope=rope, halves=plan.halves)
     group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
     if context.ulysses_anything:
         if query.requires_grad:
@@ -276,7 +278,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
         tensors = *(x.split(plan.samples) for x in (query, key, value)), plan.parts, _split(rope, plan.samples)
         return torch.cat([_attend(*part) for part in zip(*tensors, strict=True)])
     order = None if plan.inverse is None else plan.order.to(query.device)
-    query, key, value = permute_tokens(query, key, value, order=order, rope=rope)
+    query, key, value = permute_tokens(query, key, value, order=order, rope=rope, halves=plan.halves)
     if n := plan.references:  # they attend to each other alone
         own = [x[:, :n].clone() for x in (query, key, value)]
         plan.cache.store(*own[1:])

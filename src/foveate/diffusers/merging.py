@@ -201,6 +201,7 @@ class MergedBlock:
     def __init__(self, group: MergeGroup, block: nn.Module, attentions: list[nn.Module], joined: bool) -> None:
         self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
         self.rope = Argument(block, group.card.rope)
+        self.rows = Argument(block, group.card.rows)
         self.attention_rope = Argument(attentions[0], group.card.rope) if attentions else None
         self.inside: list[nn.Module] = []  # modules that are given merged tokens
         self._forwards: list[InnermostForward] = []
@@ -288,6 +289,8 @@ class MergedBlock:
             x = tokens_of(args, kwargs)
             now.whole = x, now.merged(x, self._text_of(now))
             args, kwargs = with_tokens(now.whole[1], args, kwargs)
+        if (rows := self.rows.of(args, kwargs)) is not None:
+            args, kwargs = self.rows.replaced(args, kwargs, rows[: tokens_of(args, kwargs).shape[1]])
         return without_rope(now, self.rope, args, kwargs)
 
     @torch.compiler.disable
@@ -382,4 +385,4 @@ def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def without_rope(now: MergePass, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call on merged tokens, whose rotary embedding travels in the plan of the layer."""
     plans = now.layer_plans
-    return rope.dropped(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)
+    return rope.replaced(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)

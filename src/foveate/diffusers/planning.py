@@ -189,7 +189,9 @@ class Decision(NamedTuple):
         if pattern is None and any(sample.padded for sample in self.layouts):
             pattern = attend_to_all(len(order))  # padding is left out
         hides_padding, streams = card.padding_mask is not None, tuple(layout.streams())
-        return LayerPlan(order, inverse, pattern, hides_padding, streams, layout.count("reference"))
+        return LayerPlan(
+            order, inverse, pattern, hides_padding, streams, layout.count("reference"), halves=card.rotates_halves
+        )
 
 
 @dataclass(eq=False)
@@ -411,6 +413,8 @@ class Planner:
         if stack.layout.references:
             raise DenseFallback("tokens do not merge while keys of references are cached")
         if stack.ranks > 1:
+            if stack.layout.packed:
+                raise DenseFallback("each device holds a part of text and video as one sequence")
             if stack.attention:
                 raise DenseFallback("each device holds rows of the image, not runs of tokens along the sparse order")
             if splits_tokens(layers[0].block):
