@@ -284,8 +284,8 @@ class Card:
         rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
             none. Several names where blocks differ, that of the attention modules last.
         rotates_halves: Whether channels i and i + half of the rotated ones form a pair, not channels 2i and 2i + 1.
-        rows: Name of a block's argument with a row for each token, equal for all tokens of an image. A merged token
-            takes that of its destination.
+        rows: Name of a block's argument with a row for each token of the sequence, in which the image comes last. They
+            are equal for all tokens of the image, so that merged tokens take the first of them.
         merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
             the method that turns them on: "attn", "cross" or "mlp".
         merge_mlp: Whether the "mlp" modules merge where the method does not say.
