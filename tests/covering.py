@@ -15,7 +15,7 @@ import pytest
 KINDS = {
     "double blocks, then single": (
         "flux", "flux2", "chroma", "longcat", "bria", "ovis", "hunyuan_image", "hunyuan_video", "fibo",
-        "hunyuan_framepack",
+        "hunyuan_framepack", "flux3",
     ),
     "blocks with text": (
         "qwen", "krea2", "zimage", "sd3", "hunyuan_video15", "ernie", "glm", "joyimage", "kandinsky5",

@@ -22,6 +22,7 @@ from diffusers import (
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     GlmImageTransformer2DModel,
@@ -257,6 +258,25 @@ def flux2_inputs(*grids, text=15, batch=1, dtype=torch.float64):
     words = torch.cat([torch.zeros(text, 3), torch.arange(float(text))[:, None]], 1)
     pixels = torch.cat([x["img_ids"], torch.zeros(len(x["img_ids"]), 1)], 1)
     return x | {"img_ids": pixels.expand(batch, -1, -1), "txt_ids": words.expand(batch, -1, -1)}
+
+
+flux3 = maker(
+    Flux3Transformer2DModel, in_channels=4, cond_in_channels=4, num_layers=2, num_single_layers=3,
+    joint_attention_dim=32, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4), **NARROW
+)  # fmt: skip
+
+
+def flux3_inputs(*grids, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; ids are (time, row, column, image or text token)."""
+    places = [torch.cartesian_prod(*(torch.arange(n) / 2 for n in (1, *grid))) for grid in grids]
+    places = [torch.cat([x, torch.full((len(x), 1), -float(i))], 1) for i, x in enumerate(places)]
+    words = torch.cat([torch.zeros(text, 3), torch.arange(float(text))[:, None]], 1)
+    x = given(batch, dtype, 0.5, hidden_states=(len(places[0]), 4), encoder_hidden_states=(text, 32))
+    if len(places) > 1:
+        references = torch.cat(places[1:])
+        x |= {"image_cond_hidden_states": torch.randn(batch, len(references), 4, dtype=dtype)}
+        x |= {"image_cond_ids": references}
+    return x | {"img_ids": places[0], "txt_ids": words}
 
 
 qwen = maker(
@@ -695,6 +715,8 @@ _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
     "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_WIDE}),
+    "flux3": Family(flux3, _grid_inputs(flux3_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_WIDE},
+                    (None, None, 0, 1, 2, 3, 4)),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "bria": Family(bria, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
@@ -828,8 +850,8 @@ def sample(x, i):
     return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x
 
 
-_SHARED = ("img_ids", "txt_ids", "position_ids", "text_rope_pos", "visual_rope_pos", "token_tags", "timestep_indices",
-           "video_indices", "audio_indices", "text_indices")  # fmt: skip
+_SHARED = ("img_ids", "txt_ids", "image_cond_ids", "position_ids", "text_rope_pos", "visual_rope_pos", "token_tags",
+           "timestep_indices", "video_indices", "audio_indices", "text_indices")  # fmt: skip
 
 
 def _places(name, value):

@@ -10,7 +10,7 @@ import tiny
 import torch
 from covering import at_grids_in_turn, in_turn
 from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
-from reference import dense_mask, reference
+from reference import attend, dense_mask, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
 
@@ -288,6 +288,27 @@ def test_reference_images_have_tiles_of_their_own(name, method):
 
 
 @pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
+def test_references_of_flux3_have_tiles_of_their_own_in_the_blocks_of_all_tokens(method, monkeypatch):
+    model, x, numbers = tiny.flux3(), tiny.flux3_inputs(*GRIDS, batch=2), iter(range(5))
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, **_):
+        grids = {320: GRIDS[:1], 775: GRIDS}.get(query.shape[2])  # the picture alone, or all tokens
+        return attend(query, key, value, method, next(numbers), grids) if grids else own(query, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["image_cond_ids"][-1, 1] += 1
+    with foveate.apply(model, method) as run:
+        call(model, x)
+        assert ["no complete raster" in why for why in whys(run)] == [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
 def test_layers_of_qwen_image_layered_have_tiles_of_their_own(method):
     grids = 3 * ((16, 20),)
     model = tiny.qwen(use_layer3d_rope=True, use_additional_t_cond=True)
@@ -501,6 +522,17 @@ def test_a_mask_that_hides_image_tokens_stays_dense():
 def test_an_additive_mask_stays_dense():
     additive = {"attention_mask": torch.ones(1, 15 + 320).double()}
     dense_because(*built("chroma"), HilbertA(tiles=2), "the attention mask is additive", **additive)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge_reference": True}, {"granularity": "module"}])
+def test_tokens_of_flux3_merge_beside_references_that_have_another_modulation(options):
+    model = tiny.flux3()
+    x = tiny.flux3_inputs(*GRIDS, batch=2)
+    unchanged(model, x, replace(LOSSLESS, **options))
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), **options)) as run:
+        batch = call(model, x)
+        torch.testing.assert_close(call(model, tiny.sample(x, 1)), batch[1:])
+        assert not any(whys(run))
 
 
 def test_qwen_images_of_other_sizes_in_a_batch_or_with_frames_stay_dense():

@@ -64,7 +64,7 @@ def without_controlnet(x):
 
 def blocks(model):
     """The blocks by name, in running order."""
-    path = re.compile(r"(.*transformer_blocks|blocks|noise_refiner|layers)\.\d+")
+    path = re.compile(r"(.*transformer_blocks|mode_blocks\.image|blocks|noise_refiner|layers)\.\d+")
     named = {name: m for name, m in model.named_modules() if path.fullmatch(name)}
     return dict(sorted(named.items(), key=lambda item: item[0].startswith("up_blocks")))
 
@@ -317,8 +317,9 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
         assert seen_tokens(model, x) == {part: dense[part] if part.endswith(left) else half(part) for part in dense}
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
         left = (*ATTENTION, *(("attn2.to_q",) if name == "sd3" else ()))
+        whole = "none" if name == "flux3" else "single"  # blocks that merge as a whole
         assert seen_tokens(model, x) == {
-            part: dense[part] if part.endswith(left) and "single" not in part else half(part) for part in dense
+            part: dense[part] if part.endswith(left) and whole not in part else half(part) for part in dense
         }
 
 

@@ -6,7 +6,13 @@ import pytest
 import tiny
 import tiny_pipelines
 import torch
-from diffusers import ClassifierFreeGuidance, MiniMaxH3Scheduler, modular_pipelines
+from diffusers import (
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    MiniMaxH3Scheduler,
+    modular_pipelines,
+)
+from diffusers.modular_pipelines.flux3 import modular_blocks_flux3 as flux3_blocks
 from diffusers.modular_pipelines.minimax_h3 import modular_blocks_minimax_h3 as minimax_h3
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
@@ -93,9 +99,24 @@ def h3(reference=False):
     return blocks, pipe, given
 
 
+def flux3(reference=False):
+    """The blocks of FLUX.3 that denoise, their pipeline, and its arguments for 4 steps of 16 x 24 tokens."""
+    blocks = flux3_blocks.Flux3AutoCoreDenoiseStep()
+    pipe = blocks.init_pipeline()
+    pipe.update_components(
+        transformer=tiny.flux3(torch.float32, in_channels=16, cond_in_channels=16),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        guider=ClassifierFreeGuidance(1.0),
+    )
+    torch.manual_seed(0)
+    given = {"prompt_embeds": torch.randn(1, 9, 32), "height": 256, "width": 384, "num_inference_steps": 4}
+    return blocks, pipe, given | ({"image_cond_latents": [torch.randn(1, 16, 8, 12)]} if reference else {})
+
+
+@pytest.mark.parametrize("parts", [h3, flux3])
 @pytest.mark.parametrize("reference", [False, True])
-def test_minimax_h3_generates_in_its_pipeline_and_in_its_blocks_alone(reference):
-    blocks, pipe, given = h3(reference)
+def test_models_without_another_pipeline_generate_in_their_own_and_in_its_blocks_alone(parts, reference):
+    blocks, pipe, given = parts(reference)
 
     def generate(run_blocks=False):
         seed = torch.Generator().manual_seed(0)

@@ -38,6 +38,7 @@ CARDS: dict[str, str | type["Card"]] = {
     "BriaFiboTransformer2DModel": "foveate.diffusers.cards.flux:BriaFiboCard",
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "Flux3Transformer2DModel": "foveate.diffusers.cards.flux3:Flux3Card",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
     "HunyuanVideoTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideoCard",
     "HunyuanVideo15Transformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideo15Card",
@@ -284,8 +285,9 @@ class Card:
         rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
             none. Several names where blocks differ, that of the attention modules last.
         rotates_halves: Whether channels i and i + half of the rotated ones form a pair, not channels 2i and 2i + 1.
-        rows: Name of a block's argument with a row for each token of the sequence, in which the image comes last. They
-            are equal for all tokens of the image, so that merged tokens take the first of them.
+        rows: Name of a block's argument with a row for each of its tokens, [tokens] if samples share them, or [batch,
+            tokens, dim]. They are equal for all tokens of an image; a merged token takes that of its destination.
+        joins_in_blocks: Whether modules are given text and image in one tensor by blocks that are given them in two.
         merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
             the method that turns them on: "attn", "cross" or "mlp".
         merge_mlp: Whether the "mlp" modules merge where the method does not say.
@@ -308,6 +310,7 @@ class Card:
     rope: ClassVar[str | tuple[str, ...] | None] = None
     rotates_halves: ClassVar[bool] = False
     rows: ClassVar[str | None] = None
+    joins_in_blocks: ClassVar[bool] = False
     merged_modules: ClassVar[dict[str, str]] = {"attn": "attn", "ff": "mlp"}
     merge_mlp: ClassVar[bool] = True
     stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")
