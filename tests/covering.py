@@ -15,11 +15,11 @@ import pytest
 KINDS = {
     "double blocks, then single": (
         "flux", "flux2", "chroma", "longcat", "bria", "ovis", "hunyuan_image", "hunyuan_video", "fibo",
-        "hunyuan_framepack", "auraflow", "hidream",
+        "hunyuan_framepack", "auraflow", "hidream", "flux3",
     ),
     "blocks with text": (
         "qwen", "krea2", "zimage", "sd3", "hunyuan_video15", "ernie", "glm", "joyimage", "kandinsky5", "cogview4",
-        "lumina2", "ideogram4", "fibo2", "joyimage_plus",
+        "lumina2", "ideogram4", "fibo2", "joyimage_plus", "minimax_h3",
     ),
     "blocks beside text": (
         "wan", "pixart", "dit", "chronoedit", "skyreels", "vace", "ltx", "ltx2", "animate", "anyflow", "helios",

@@ -22,6 +22,7 @@ from diffusers import (
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     GlmImageTransformer2DModel,
@@ -36,6 +37,7 @@ from diffusers import (
     LongCatImageTransformer2DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
+    MiniMaxH3Transformer3DModel,
     OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -50,6 +52,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from diffusers.models.transformers import transformer_kandinsky
+from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
 
 from foveate import LLSA, HilbertA
 from foveate.apps.demo.untrained import untrained_pipeline
@@ -255,6 +258,25 @@ def flux2_inputs(*grids, text=15, batch=1, dtype=torch.float64):
     words = torch.cat([torch.zeros(text, 3), torch.arange(float(text))[:, None]], 1)
     pixels = torch.cat([x["img_ids"], torch.zeros(len(x["img_ids"]), 1)], 1)
     return x | {"img_ids": pixels.expand(batch, -1, -1), "txt_ids": words.expand(batch, -1, -1)}
+
+
+flux3 = maker(
+    Flux3Transformer2DModel, in_channels=4, cond_in_channels=4, num_layers=2, num_single_layers=3,
+    joint_attention_dim=32, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4), **NARROW
+)  # fmt: skip
+
+
+def flux3_inputs(*grids, text=15, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward; ids are (time, row, column, image or text token)."""
+    places = [torch.cartesian_prod(*(torch.arange(n) / 2 for n in (1, *grid))) for grid in grids]
+    places = [torch.cat([x, torch.full((len(x), 1), -float(i))], 1) for i, x in enumerate(places)]
+    words = torch.cat([torch.zeros(text, 3), torch.arange(float(text))[:, None]], 1)
+    x = given(batch, dtype, 0.5, hidden_states=(len(places[0]), 4), encoder_hidden_states=(text, 32))
+    if len(places) > 1:
+        references = torch.cat(places[1:])
+        x |= {"image_cond_hidden_states": torch.randn(batch, len(references), 4, dtype=dtype)}
+        x |= {"image_cond_ids": references}
+    return x | {"img_ids": places[0], "txt_ids": words}
 
 
 qwen = maker(
@@ -544,6 +566,36 @@ def ltx2_inputs(*grid, batch=1, dtype=torch.float64):
     return x | audio | {"audio_hidden_states": torch.randn(batch, 6, 4, dtype=dtype), "audio_num_frames": 6}
 
 
+# Heads of 16 channels, 12 of which rotate
+minimax_h3 = maker(
+    MiniMaxH3Transformer3DModel, num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=3,
+    num_refiner_layers=1, ffn_dim=32, in_channels=4, audio_in_channels=4, text_dim=16, freq_dim=16,
+    time_embed_hidden_dim=16, time_embed_dim=16, rope_freq_dim=2
+)  # fmt: skip
+
+
+def minimax_h3_inputs(frames=5, rows=8, columns=9, keyframes=(), batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward: 9 rows of text, three with the tag of the video, and 3 of stereo audio."""
+    tags = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
+    layout = minimax_h3_steps.MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        tags, frames, 2 * rows, 2 * columns, 3, (1, 2, 2), 2, 2, 0, keyframes
+    )
+    return minimax_h3_packed(*layout, batch, dtype)
+
+
+def minimax_h3_packed(places, tags, video, audio, text, keyframes, references, batch=1, dtype=torch.float64):
+    """Keyword arguments of one forward with this packed sequence."""
+    times = minimax_h3_steps.MiniMaxH3SetTimestepsStep.build_row_timesteps(
+        video, audio, keyframes, references, len(text), 0.5, 0.4, 0.999, 1.0
+    )
+    x = given(
+        batch, dtype, 0.5, hidden_states=(len(video), 16), audio_hidden_states=(len(audio), 4),
+        encoder_hidden_states=(len(text), 16),
+    )  # fmt: skip
+    rows = {"video_indices": video, "audio_indices": audio, "text_indices": text}
+    return x | rows | {"timestep": times[0], "timestep_indices": times[1], "token_tags": tags, "position_ids": places}
+
+
 DIT = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
        "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 8}  # fmt: skip
 
@@ -667,6 +719,8 @@ _LATENTS = ((19, 27), (16, 24))
 FAMILIES = {
     "flux": Family(flux, _flux_inputs, _SIZES, _ROPE),
     "flux2": Family(flux2, _grid_inputs(flux2_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_WIDE}),
+    "flux3": Family(flux3, _grid_inputs(flux3_inputs), _SIZES, {"axes_dims_rope": (8, 8, 8, 8), **_WIDE},
+                    (None, None, 0, 1, 2, 3, 4)),
     "chroma": Family(chroma, _flux_inputs, _SIZES, _ROPE),
     "longcat": Family(longcat, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
     "bria": Family(bria, _grid_inputs(longcat_inputs), _SIZES, _ROPE),
@@ -690,6 +744,8 @@ FAMILIES = {
                             {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2, 3, 4), text_first=False),
     "hunyuan_video15": Family(hunyuan_video15, _video_inputs(hunyuan_video15_inputs), _VIDEOS,
                               {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2), text_first=False),
+    "minimax_h3": Family(minimax_h3, _video_inputs(minimax_h3_inputs), _VIDEOS, {"rope_freq_dim": 4, **_WIDE},
+                         (None, 0, 1, 2)),
     "sdxl": Family(unet, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 64),
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
@@ -794,26 +850,30 @@ def at(x, left):
 
 
 def rises(x):
-    """Whether the timestep rises during a run, as in Z-Image, Ideogram 4 and Lumina 2."""
+    """Whether the timestep rises during a run, as in Z-Image, Ideogram 4, Lumina 2 and MiniMax-H3."""
     is_lumina2 = "encoder_attention_mask" in x and x["hidden_states"].ndim == 4 and x["timestep"][0] <= 1
-    return "t" in x or "indicator" in x or is_lumina2
+    return "t" in x or "indicator" in x or "timestep_indices" in x or is_lumina2
 
 
 def sample(x, i):
     """The inputs of one sample of a batch."""
     if isinstance(x, dict):
-        parts = {name: sample(value, i) for name, value in x.items() if not _shared(name, value)}
+        parts = {name: sample(value, i) for name, value in x.items() if not _shared(name, value, x)}
         return x | parts | {name: x[name][i : i + 1] for name in ("x", "cap_feats") if name in x}
     if isinstance(x, list):
         return [sample(value, i) for value in x]
     return x[i : i + 1] if isinstance(x, torch.Tensor) and x.ndim else x
 
 
-def _shared(name, value):
+_SHARED = ("img_ids", "txt_ids", "image_cond_ids", "text_rope_pos", "visual_rope_pos", "token_tags",
+           "timestep_indices", "video_indices", "audio_indices", "text_indices")  # fmt: skip
+
+
+def _shared(name, value, x):
     """Whether all samples of a batch share an argument: positions do."""
-    names = "img_ids", "txt_ids", "text_rope_pos", "visual_rope_pos"
     of_all = {"position_ids": 2} | ({name: 1} if str(name).startswith("indices") else {})  # with so many dimensions
-    return name in names or getattr(value, "ndim", None) == of_all.get(name, -1)
+    packed = "timestep_indices" in x and name in ("timestep", "position_ids")
+    return name in _SHARED or packed or getattr(value, "ndim", None) == of_all.get(name, -1)
 
 
 def fingerprint(model):

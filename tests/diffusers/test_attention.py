@@ -9,7 +9,8 @@ import pytest
 import tiny
 import torch
 from covering import at_grids_in_turn, in_turn
-from reference import dense_mask, places, reference
+from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
+from reference import attend, dense_mask, places, reference
 from tiny import FAMILIES, SPARSE, built, call
 from torch.utils._pytree import tree_map
 
@@ -290,6 +291,27 @@ def test_reference_images_have_tiles_of_their_own(name, method):
 
 
 @pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
+def test_references_of_flux3_have_tiles_of_their_own_in_the_blocks_of_all_tokens(method, monkeypatch):
+    model, x, numbers = tiny.flux3(), tiny.flux3_inputs(*GRIDS, batch=2), iter(range(5))
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, **_):
+        grids = {320: GRIDS[:1], 775: GRIDS}.get(query.shape[2])  # the picture alone, or all tokens
+        return attend(query, key, value, method, next(numbers), grids) if grids else own(query, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        want = call(model, x)
+    with foveate.apply(model, method) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert not any(whys(run))
+    x["image_cond_ids"][-1, 1] += 1
+    with foveate.apply(model, method) as run:
+        call(model, x)
+        assert ["no complete raster" in why for why in whys(run)] == [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize("method", [HilbertA(tiles=4), HilbertA(tiles=4, reference="tiled")])
 def test_layers_of_qwen_image_layered_have_tiles_of_their_own(method):
     grids = 3 * ((16, 20),)
     model = tiny.qwen(use_layer3d_rope=True, use_additional_t_cond=True)
@@ -426,6 +448,39 @@ def test_hunyuan_video_may_modulate_the_first_frame_in_its_own_way():
         foveate.apply(model, ToMA(granularity="block"))
 
 
+@pytest.mark.parametrize("keyframes", [("first",), ("first", "last")])
+@pytest.mark.parametrize("method", [HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)], ids=title)
+def test_keyframes_of_minimax_h3_attend_as_text_does(keyframes, method):
+    model = tiny.minimax_h3(**heads_for("minimax_h3", method))
+    x = tiny.minimax_h3_inputs(keyframes=keyframes, batch=2)
+    as_defined(SPARSE["minimax_h3"], model, x, method)
+    unchanged(model, x, LOSSLESS, text=9 + len(keyframes) * 72 + 6)
+
+
+def test_references_of_minimax_h3_attend_as_text_does():
+    kinds = [SimpleNamespace(kind=kind, has_audio=True) for kind in ("image", "audio", "video")]
+    latents = torch.empty(1, 4, 1, 16, 18), torch.empty(1, 4, 5, 8, 12)
+    layout = minimax_h3_steps.MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+        torch.ones(9), kinds, latents, (torch.empty(4, 4), torch.empty(8, 4)), 5, 16, 18, 3, (1, 2, 2), 2, 2, 0
+    )
+    model, x = tiny.minimax_h3(), tiny.minimax_h3_packed(*layout)
+    as_defined(SPARSE["minimax_h3"], model, x, HilbertA(tiles=4, align=1))
+    unchanged(model, x, LOSSLESS, text=9 + 72 + 4 + 8 + 5 * 24 + 6)
+
+
+def test_a_packed_sequence_that_does_not_end_with_frames_of_one_size_stays_dense():
+    model, x = built("minimax_h3")
+    places = x["position_ids"].clone()
+    places[-1, 2] += 1
+    dense_because(model, x | {"position_ids": places}, HilbertA(tiles=4), "no frames of one size")
+    places = x["position_ids"].clone()
+    places[-72:, 0] = places[-73, 0]  # the last frame at the time of the one before
+    dense_because(model, x | {"position_ids": places}, HilbertA(tiles=4), "no frames of one size")
+    reordered = {name: x[name].flip(0) for name in ("position_ids", "token_tags", "timestep_indices")}
+    reordered |= {name: 374 - x[name] for name in ("video_indices", "audio_indices", "text_indices")}
+    dense_because(model, x | reordered, HilbertA(tiles=4), "does not end with the video")
+
+
 def coordinates(grid, *conditions, ends=False):
     """(time, row, column) in pixels of each token of conditions, (first frame, frames), and of a video."""
     times = torch.tensor([start + 8.0 * i for start, frames in (*conditions, (0, grid[0])) for i in range(frames)])
@@ -470,6 +525,17 @@ def test_a_mask_that_hides_image_tokens_stays_dense():
 def test_an_additive_mask_stays_dense():
     additive = {"attention_mask": torch.ones(1, 15 + 320).double()}
     dense_because(*built("chroma"), HilbertA(tiles=2), "the attention mask is additive", **additive)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge_reference": True}, {"granularity": "module"}])
+def test_tokens_of_flux3_merge_beside_references_that_have_another_modulation(options):
+    model = tiny.flux3()
+    x = tiny.flux3_inputs(*GRIDS, batch=2)
+    unchanged(model, x, replace(LOSSLESS, **options))
+    with foveate.apply(model, ToMA(skip=0, tile=(4, 4), **options)) as run:
+        batch = call(model, x)
+        torch.testing.assert_close(call(model, tiny.sample(x, 1)), batch[1:])
+        assert not any(whys(run))
 
 
 def test_qwen_images_of_other_sizes_in_a_batch_or_with_frames_stay_dense():

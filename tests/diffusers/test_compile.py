@@ -94,6 +94,7 @@ MORE_CASES = [  # with a GPU only, to spare time
     f"'lumina2', {TEN}, {HILBERTA}, (4, 8)",
     f"'hunyuan_image', {SINGLE}, {HILBERTA}, (3, 9)",
     f"'krea2', {TEN}, {HILBERTA}, (2, 8)",
+    f"'minimax_h3', {TEN}, {BOTH}, (5, 5)",
     f"'ltx2', {TEN}, {HILBERTA}, (1, 4)",
     "'sd15', dict(block_out_channels=(64, 128, 128), attention_head_dim=2), [foveate.methods.ToDo()], (5, 5)",
 ]

@@ -66,7 +66,7 @@ def without_controlnet(x):
 
 def blocks(model):
     """The blocks by name, in running order."""
-    path = re.compile(r"(.*transformer_blocks|blocks|noise_refiner|layers)\.\d+")
+    path = re.compile(r"(.*transformer_blocks|mode_blocks\.image|blocks|noise_refiner|layers)\.\d+")
     named = {name: m for name, m in model.named_modules() if path.fullmatch(name)}
     return dict(sorted(named.items(), key=lambda item: item[0].startswith("up_blocks")))
 
@@ -308,7 +308,7 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
     dense = seen_tokens(model, x)
 
     def half(part):
-        words = text if part.startswith(("single", "layers")) or name == "krea2" else 0
+        words = text if part.startswith(("single", "layers")) or name in ("krea2", "minimax_h3") else 0
         return words + (dense[part] - words) // 2
 
     with foveate.apply(model, ToMA(**MERGES)) as run:
@@ -320,8 +320,9 @@ def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(na
         assert seen_tokens(model, x) == {part: dense[part] if part.endswith(left) else half(part) for part in dense}
     with foveate.apply(model, ToMA(granularity="module", merge_attn=False, merge_mlp=True, **MERGES)):
         left = (*ATTENTION, *(("attn2.to_q",) if name == "sd3" else ()))
+        whole = "none" if name == "flux3" else "single"  # blocks that merge as a whole
         assert seen_tokens(model, x) == {
-            part: dense[part] if part.endswith(left) and ("single" not in part or name == "auraflow") else half(part)
+            part: dense[part] if part.endswith(left) and (whole not in part or name == "auraflow") else half(part)
             for part in dense
         }
 
@@ -531,6 +532,18 @@ def test_what_cannot_be_merged_stays_dense_and_says_so(caplog):
     with foveate.apply(model, ToMA(skip=0)) as run:
         call(model, tiny.inputs())
         assert "gradient checkpointing runs blocks again" in run.summary().layers[0].why
+
+
+def test_rows_of_minimax_h3_with_timesteps_of_their_own_merge_by_modules_alone():
+    model, x = built("minimax_h3", batch=2)
+    x["timestep_indices"] = x["timestep_indices"].clone()
+    x["timestep_indices"][-72:] = 0  # the last frame has the timestep of the audio
+    dense = call(model, x)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="module")):
+        torch.testing.assert_close(call(model, x), dense)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="block")) as run:
+        assert torch.equal(call(model, x), dense)
+        assert "each token has its own modulation" in run.summary().layers[0].why
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.SPARSE if name not in FAMILIES])

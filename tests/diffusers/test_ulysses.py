@@ -19,7 +19,14 @@ import foveate
 from foveate import LLSA, HilbertA, ToMA
 from foveate.pipelines.parallel import divides, enable_parallelism, share_pictures
 
-PARALLEL = "flux", "flux2", "qwen", "wan", "ltx"  # diffusers' own plan for LTX-2 fails, with or without foveate
+PARALLEL = (
+    "flux",
+    "flux2",
+    "qwen",
+    "wan",
+    "ltx",
+    "minimax_h3",
+)  # diffusers' own plan for LTX-2 fails, with or without foveate
 
 
 @torch.no_grad()
@@ -107,7 +114,14 @@ def check_tensor_parallel(ranks, name, method, *, before=False):
     assert error(alone, dense) > 1e-3
 
 
+def all_gather(gathered, tensor, group=None):
+    """`dist.all_gather` of tensors of different sizes, as packed sequences need it: gloo gathers none."""
+    for rank, part in enumerate(gathered):
+        dist.broadcast(part.copy_(tensor) if rank == dist.get_rank() else part, rank)
+
+
 def work(ranks, cases):
+    dist.all_gather = all_gather
     for name, method, options in cases:
         check(ranks, name, method, **options)
     if ranks == 2:
@@ -127,12 +141,13 @@ CASES = [
     ("flux", HilbertA(tiles=4, align=1), {"before": True, "batch": 2, **ANY}),
     ("wan", HilbertA(tiles=4, align=1), {"compiled": True}),
     ("chroma", HilbertA(tiles=4, align=1), {"plan": FluxTransformer2DModel._cp_plan, **ANY}),  # has none of its own
-    *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan")),
+    *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan", "minimax_h3")),
     ("wan", HilbertA(tiles=4, align=1), {"before": True, "batch": 2}),
     *((name, TOMA, {"batch": 2, **ANY}) for name in ("flux", "flux2", "qwen")),
     ("flux", replace(TOMA, granularity="module"), ANY),
     ("wan", replace(TOMA, tile=(2, 4, 4)), {"grid": (4, 8, 9)}),
     ("wan", TOMA, {"why": "cross the borders", **ANY}),  # 5 frames
+    ("minimax_h3", TOMA, {"why": "as one sequence", **ANY}),
     ("wan", replace(TOMA, skip=0), {"grid": (4, 8, 9), "why": "use skip=1"}),
 ]
 MORE_RANKS = [  # uneven heads

@@ -20,7 +20,7 @@ __all__ = ["Handle", "apply", "denoisers", "remove", "summary"]
 
 log = logging.getLogger("foveate")
 
-DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "unet")
+DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet")
 
 
 class Handle:
@@ -120,7 +120,8 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
         >>> print(run.summary())
 
     Args:
-        target: A pipeline with a `transformer`, `transformer_2`, `unconditional_transformer` or `unet`, or a model.
+        target: A pipeline, modular or not, with a `transformer`, `transformer_2`, `transformer_ref`,
+            `unconditional_transformer` or `unet`, or such a model itself.
         *methods: One method of sparse attention, one of token merging, or both; or a preset alone.
 
     Raises:

@@ -99,10 +99,12 @@ class Argument:
         given: dict[Any, Any] = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return given.get(self.name)
 
-    def dropped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with None in its place."""
-        kwargs = {name: None if name == self.name else x for name, x in kwargs.items()}
-        return tuple(None if name == self.name else x for name, x in zip(self.names, args, strict=False)), kwargs
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with another value in its place."""
+        kwargs = {name: value if name == self.name else x for name, x in kwargs.items()}
+        return tuple(value if name == self.name else x for name, x in zip(self.names, args, strict=False)), kwargs
 
 
 @cache
@@ -167,11 +169,11 @@ class ArgumentsToBackend:
                 if plan.rope is None:  # that of merged tokens is set already
                     compiling = torch.compiler.is_compiling()  # then the backend adds rows for text
                     plan.rope = self.rotations.card.rotation(rope) if compiling else self.rotations.of(rope, plan)
-            args, kwargs = self.rope.dropped(args, kwargs)
+            args, kwargs = self.rope.replaced(args, kwargs)
         if (options := self.cache.of(args, kwargs)) and options.get("num_ref_tokens"):
             for plan in plans:
                 plan.cache = options["kv_cache"]
-            args, kwargs = self.cache.dropped(args, kwargs)
+            args, kwargs = self.cache.replaced(args, kwargs)
         return args, kwargs
 
 

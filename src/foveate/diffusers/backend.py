@@ -75,6 +75,7 @@ class LayerPlan:
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
+        halves: Whether `rope` pairs channels of two halves: see `permute_tokens`.
         intercepted: Whether it attended densely because something intercepts torch's attention.
         called: Whether torch's attention was called in a processor that uses it, for the plan or not.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
@@ -93,6 +94,7 @@ class LayerPlan:
     parts: tuple["LayerPlan", ...] = ()
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
+    halves: bool = False
     intercepted: bool = False
     called: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
@@ -268,11 +270,11 @@ def foveate_attention(
             raise ValueError("attention that reads cached references cannot be intercepted: remove the methods first")
         if rope is not None and has_lengths:
             if plan.keys is None:
-                query, key = permute_tokens(query, key, rope=rope)
+                query, key = permute_tokens(query, key, rope=rope, halves=plan.halves)
             else:  # tokens with keys alone are not rotated
                 first = plan.keys.sequence
                 before, own, after = key.tensor_split([first, first + query.shape[1]], 1)
-                query, own = permute_tokens(query, own, rope=rope)
+                query, own = permute_tokens(query, own, rope=rope, halves=plan.halves)
                 key = torch.cat([before, own, after], 1)
         if fits and plan.pattern is None:
             attn_mask = None  # it hides nothing: padding takes a pattern
@@ -287,7 +289,7 @@ def foveate_attention(
     if context is None:
         return _attend(query, key, value, plan, rope)
     if rope is not None:  # that of this process's tokens
-        query, key, value = permute_tokens(query, key, value, rope=rope)
+        query, key, value = permute_tokens(query, key, value, rope=rope, halves=plan.halves)
     group = context._ulysses_mesh.get_group()  # each process gets all tokens of some heads
     if context.ulysses_anything:
         if query.requires_grad:
@@ -316,7 +318,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, rope: tu
         positions, _, first = plan.keys
         alone = [x.index_select(1, positions.to(x.device)) for x in (key, value)]
         key, value = (x[:, first : first + query.shape[1]] for x in (key, value))
-    query, key, value = permute_tokens(query, key, value, order=order, rope=rope)
+    query, key, value = permute_tokens(query, key, value, order=order, rope=rope, halves=plan.halves)
     if n := plan.references:  # they attend to each other alone
         own = [x[:, :n].clone() for x in (query, key, value)]
         plan.cache.store(*own[1:])

@@ -41,11 +41,13 @@ CARDS: dict[str, str | type["Card"]] = {
     "BriaFiboTransformer2DModel": "foveate.diffusers.cards.flux:BriaFiboCard",
     "LongCatImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
     "OvisImageTransformer2DModel": "foveate.diffusers.cards.flux:FluxCard",
+    "Flux3Transformer2DModel": "foveate.diffusers.cards.flux3:Flux3Card",
     "HunyuanImageTransformer2DModel": "foveate.diffusers.cards.hunyuan_image:HunyuanImageCard",
     "HunyuanVideoTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideoCard",
     "HunyuanVideo15Transformer3DModel": "foveate.diffusers.cards.hunyuan_video:HunyuanVideo15Card",
     "HunyuanVideoFramepackTransformer3DModel": "foveate.diffusers.cards.hunyuan_video:FramepackCard",
     "Krea2Transformer2DModel": "foveate.diffusers.cards.krea2:Krea2Card",
+    "MiniMaxH3Transformer3DModel": "foveate.diffusers.cards.minimax_h3:MiniMaxH3Card",
     "QwenImageTransformer2DModel": "foveate.diffusers.cards.qwen:QwenImageCard",
     "ZImageTransformer2DModel": "foveate.diffusers.cards.zimage:ZImageCard",
     "SD3Transformer2DModel": "foveate.diffusers.cards.blocks:SD3Card",
@@ -215,12 +217,14 @@ class TokenLayout(NamedTuple):
         cached: Number of tokens of references whose keys are cached: all tokens attend to them too.
         keys: Text, and its padding, with keys and no queries: all tokens attend to it.
         keys_last: Whether these keys come after those of the sequence, not before.
+        packed: Whether context parallelism splits the sequence as a whole, not text and images one by one.
     """
 
     segments: Segments
     cached: int = 0
     keys: Segments = ()
     keys_last: bool = False
+    packed: bool = False
 
     @property
     def text(self) -> int:
@@ -253,7 +257,9 @@ class TokenLayout(NamedTuple):
         return any(segment.kind == "padding" and segment.tokens for segment in self.segments)
 
     def streams(self) -> list[int]:
-        """Lengths of the consecutive parts that belong to one input tensor of the model: text or images."""
+        """Lengths of the parts that belong to one tensor of the model: text or images, or all of a packed sequence."""
+        if self.packed:
+            return [self.tokens]
         runs = groupby(self.segments, key=lambda segment: segment.kind in ("image", "reference"))
         return [sum(segment.tokens for segment in run) for _, run in runs]
 
@@ -324,6 +330,10 @@ class Card:
         attention: Self-attention modules of a block by name, and whether text and image attend to each other there.
         rope: Name of a block's argument with the rotary embedding, which `rotation` understands; None if there is
             none. Several names where blocks differ, that of the attention modules last.
+        rotates_halves: Whether channels i and i + half of the rotated ones form a pair, not channels 2i and 2i + 1.
+        rows: Name of a block's argument with a row for each of its tokens, [tokens] if samples share them, or [batch,
+            tokens, dim]. They are equal for all tokens of an image; a merged token takes that of its destination.
+        joins_in_blocks: Whether modules are given text and image in one tensor by blocks that are given them in two.
         merged_modules: Modules that token merging with granularity="module" runs on merged tokens, by the option of
             the method that turns them on: "attn", "cross" or "mlp".
         merge_mlp: Whether the "mlp" modules merge where the method does not say.
@@ -344,6 +354,9 @@ class Card:
     blocks: ClassVar[str] = "transformer_blocks"
     attention: ClassVar[dict[str, bool]] = {"attn": True}
     rope: ClassVar[str | tuple[str, ...] | None] = None
+    rotates_halves: ClassVar[bool] = False
+    rows: ClassVar[str | None] = None
+    joins_in_blocks: ClassVar[bool] = False
     merged_modules: ClassVar[dict[str, str]] = {"attn": "attn", "ff": "mlp"}
     merge_mlp: ClassVar[bool] = True
     stream: ClassVar[tuple[str, str]] = ("norm", "proj_out")
@@ -388,8 +401,9 @@ class Card:
     def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the attention sequence, from the argument `rope` of a block.
 
-        Each is [tokens, head_dim], or [batch, tokens, head_dim] where samples differ.
-        Channels 2i and 2i + 1 of queries and keys form a pair. Rows for text are left out if `rotates_text` is false.
+        Each is [tokens, head_dim], or [batch, tokens, head_dim] where samples differ, or has the first channels alone.
+        Channels 2i and 2i + 1 of queries and keys form a pair unless `rotates_halves`. Rows for text are left out if
+        `rotates_text` is false.
         """
         return rope
 

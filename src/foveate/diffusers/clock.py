@@ -147,12 +147,13 @@ class Clock:
 
 
 def _generating_pipeline() -> Any:
-    """The pipeline whose call this thread is in, which may share its models with others."""
+    """The pipeline whose call this thread is in, or that of a block; it may share its models with others."""
     frame = sys._getframe()
     while frame := frame.f_back:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "__call__" else None
-        if isinstance(caller, DiffusionPipeline | ModularPipeline):
-            return caller
+        if frame.f_code.co_name == "__call__":
+            for caller in map(frame.f_locals.get, ("self", "components")):
+                if isinstance(caller, DiffusionPipeline | ModularPipeline):
+                    return caller
     return None
 
 
@@ -164,10 +165,16 @@ def _number(scheduler: Any, level: float, far: float) -> int | None:
         level: Timestep of the model, 1 at pure noise; NaN if it was not read.
         far: Largest difference from the scheduler's timestep.
     """
-    timesteps, noise = scheduler.timesteps, getattr(scheduler, "config", {}).get("num_train_timesteps", 1000)
+    levels = _levels(scheduler)
     if hasattr(scheduler, "step_index"):  # None before the first step
         number = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-        if number < len(timesteps) and (math.isnan(level) or abs(float(timesteps[number]) / noise - level) <= far):
-            return number
-        return None
-    return next((i for i, t in enumerate(timesteps.tolist()) if abs(t / noise - level) <= far), None)
+        return number if number < len(levels) and (math.isnan(level) or abs(levels[number] - level) <= far) else None
+    return next((i for i, left in enumerate(levels.tolist()) if abs(left - level) <= far), None)
+
+
+def _levels(scheduler: Any) -> Tensor:
+    """Timestep of each step, 1 at pure noise; that of MiniMax-H3 rises from 0 to 1, and its sigmas fall."""
+    noise = getattr(scheduler, "config", {}).get("num_train_timesteps")
+    if noise is None and hasattr(scheduler, "sigmas"):
+        return scheduler.sigmas[:-1]
+    return scheduler.timesteps / (noise or 1000)

@@ -54,13 +54,32 @@ class MergePass:
         self._joint = tuple(None if x is None else after_text(x, len(text)) for x in (self.order, self.inverse))
         self.layer_plans: list[LayerPlan] = []
         self.whole: tuple[Tensor, Tensor] | None = None
+        self._of_blocks: tuple[Tensor, Tensor] | None = None  # an argument, and its rows
 
-    def rows(self, rows: Tensor) -> Tensor:
-        """Rows of a rotary embedding of text and merged tokens: a merged token has the position of its destination."""
-        text, image = self.split(rows if rows.ndim == 3 else rows[None], len(self.text))
+    def rows(self, rows: Tensor, text: int) -> Tensor:
+        """Rows of an argument for text and merged tokens: a merged token has that of its destination.
+
+        Args:
+            rows: Those of text and image, [tokens], [tokens, dim] or [batch, tokens, dim].
+            text: Number of those of the text.
+
+        Returns:
+            The same; without `batch` if there is one sample.
+        """
+        words, image = self.split(
+            rows if rows.ndim == 3 else rows[None] if rows.ndim == 2 else rows[None, :, None], text
+        )
         image = self.merge.rope(image if self.order is None else image.index_select(1, self.order))
-        rows = self._joined(text.expand(len(image), -1, -1), image)
-        return rows[0] if len(rows) == 1 else rows
+        merged = self._joined(words.expand(len(image), -1, -1), image)
+        if rows.ndim == 1:
+            return merged[0, :, 0]
+        return merged[0] if len(merged) == 1 else merged
+
+    def rows_of_blocks(self, rows: Tensor, text: int) -> Tensor:
+        """`rows` of an argument that consecutive blocks share: made once."""
+        if self._of_blocks is None or self._of_blocks[0] is not rows:
+            self._of_blocks = rows, self.rows(rows, text)
+        return self._of_blocks[1]
 
     def split(self, x: Tensor, text: int) -> tuple[Tensor, Tensor]:
         """Text and image of a tensor that holds both."""
@@ -181,7 +200,7 @@ class MergeGroup:
                 kept.plan = self.method.plan(x, now.regions, chosen)
             kept.periods = periods
         now.merge = kept.plan
-        rows = None if rope is None else tuple(map(now.rows, rope))
+        rows = None if rope is None else tuple(now.rows(x, len(now.text)) for x in rope)
         if rows is not None and self._reuse:
             rows = self._rope.hold(rows)
         for layer in now.layer_plans:
@@ -201,6 +220,7 @@ class MergedBlock:
     def __init__(self, group: MergeGroup, block: nn.Module, attentions: list[nn.Module], joined: bool) -> None:
         self.group, self.block, self.attentions, self.joined = group, block, attentions, joined
         self.rope = Argument(block, group.card.rope)
+        self.rows = Argument(block, group.card.rows)
         self.attention_rope = Argument(attentions[0], group.card.rope) if attentions else None
         self.inside: list[nn.Module] = []  # modules that are given merged tokens
         self._forwards: list[InnermostForward] = []
@@ -288,6 +308,8 @@ class MergedBlock:
             x = tokens_of(args, kwargs)
             now.whole = x, now.merged(x, self._text_of(now))
             args, kwargs = with_tokens(now.whole[1], args, kwargs)
+        if (rows := self.rows.of(args, kwargs)) is not None:
+            args, kwargs = self.rows.replaced(args, kwargs, now.rows_of_blocks(rows, self._text_of(now)))
         return without_rope(now, self.rope, args, kwargs)
 
     @torch.compiler.disable
@@ -316,12 +338,13 @@ class MergedBlock:
         """
         if (now := self.group.merging) is None:
             return forward(*args, **kwargs)
-        args, kwargs = with_tokens(now.merged(tokens_of(args, kwargs), self._text_of(now)), args, kwargs)
+        text = len(now.text) if self.joined or self.group.card.joins_in_blocks else 0
+        args, kwargs = with_tokens(now.merged(tokens_of(args, kwargs), text), args, kwargs)
         output = forward(*args, **kwargs)
         if not isinstance(output, tuple):
-            return now.unmerged(output, self._text_of(now))
-        image, text, *prompt = output
-        return now.unmerged(image), text, *map(now.unmerged, prompt)
+            return now.unmerged(output, text)
+        image, words, *prompt = output
+        return now.unmerged(image), words, *map(now.unmerged, prompt)
 
     def run_attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`run_module` for an attention module, whose rotary embedding travels in its plan."""
@@ -383,4 +406,4 @@ def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def without_rope(now: MergePass, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call on merged tokens, whose rotary embedding travels in the plan of the layer."""
     plans = now.layer_plans
-    return rope.dropped(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)
+    return rope.replaced(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)

@@ -199,6 +199,7 @@ class Decision(NamedTuple):
             streams=tuple(layout.streams()),
             references=layout.count("reference"),
             keys=keys_alone(layout, self.device) if layout.keys else None,
+            halves=card.rotates_halves,
         )
 
 
@@ -421,6 +422,8 @@ class Planner:
         if stack.layout.references:
             raise DenseFallback("tokens do not merge while keys of references are cached")
         if stack.ranks > 1:
+            if stack.layout.packed:
+                raise DenseFallback("each device holds a part of text and video as one sequence")
             if stack.attention:
                 raise DenseFallback("each device holds rows of the image, not runs of tokens along the sparse order")
             if splits_tokens(layers[0].block):

@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from foveate.ops.block_table import BlockTable
@@ -179,8 +179,8 @@ class Merge(NamedTuple):
             return region_update(weights, x, before, after, order)
         return add_tokens(x, self.unmerge(after - before), order)
 
-    def rope(self: "AnyMerge", rows: Float[Tensor, "samples image dim"]) -> Float[Tensor, "batch merged dim"]:
-        """Rotary embedding rows of the destinations, for the merged tokens.
+    def rope(self: "AnyMerge", rows: Shaped[Tensor, "samples image dim"]) -> Shaped[Tensor, "batch merged dim"]:
+        """Rows of the destinations, as of a rotary embedding, for the merged tokens.
 
         `rows` has one sample if all samples share them.
         """

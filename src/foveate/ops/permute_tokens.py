@@ -8,13 +8,14 @@ from foveate.ops import dispatch
 
 __all__ = ["permute_tokens"]
 
-Rope = tuple[Float[Tensor, "*batch tokens dim"], Float[Tensor, "*batch tokens dim"]]
+Rope = tuple[Float[Tensor, "*batch tokens rotated"], Float[Tensor, "*batch tokens rotated"]]
 
 
 def permute_tokens(
     *tensors: Float[Tensor, "batch tokens heads dim"],
     order: Int[Tensor, "taken"] | None = None,
     rope: Rope | None = None,
+    halves: bool = False,
 ) -> tuple[Float[Tensor, "batch taken heads dim"], ...]:
     """Tokens ``x[:, order]`` of each tensor, after rotation of the first two, queries and keys.
 
@@ -23,7 +24,9 @@ def permute_tokens(
     Args:
         tensors: One to three tensors.
         order: Tokens to take; None takes all tokens in their order.
-        rope: (cos, sin) of each token before the permutation. Channels 2i and 2i + 1 form a pair, as in FLUX.
+        rope: (cos, sin) of each token before the permutation, for all channels or the first of them. Channels 2i and
+            2i + 1 form a pair, as in FLUX.
+        halves: Pair each rotated channel of the first half with the one at its place in the second, as in Llama.
 
     Examples:
         >>> x = torch.arange(3.0).view(1, 3, 1, 1)
@@ -34,21 +37,32 @@ def permute_tokens(
         return tensors
     plain = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     x = tensors[0]
-    return dispatch.choose("permute_tokens", x.device, x.dtype, x.shape[3], portable=plain).run(tensors, order, rope)
+    return dispatch.choose("permute_tokens", x.device, x.dtype, x.shape[3], portable=plain).run(
+        tensors, order, rope, halves
+    )
 
 
 @dispatch.register("permute_tokens", "portable")
-def portable(tensors: tuple[Tensor, ...], order: Tensor | None, rope: Rope | None) -> tuple[Tensor, ...]:
+def portable(
+    tensors: tuple[Tensor, ...], order: Tensor | None, rope: Rope | None, halves: bool = False
+) -> tuple[Tensor, ...]:
     """`permute_tokens` in plain PyTorch."""
-    rotated = tensors if rope is None else (*(_rotate(x, *rope) for x in tensors[:2]), *tensors[2:])
+    rotated = tensors if rope is None else (*(_rotate(x, *rope, halves) for x in tensors[:2]), *tensors[2:])
     return rotated if order is None else tuple(x.index_select(1, order) for x in rotated)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([-odd, even], -1).flatten(3)
-    exact = torch.float64 if cos.dtype is torch.float64 else torch.float32  # as the model rotates
-    return (x.to(exact) * cos.unsqueeze(-2) + turned.to(exact) * sin.unsqueeze(-2)).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+    x, rest = x.tensor_split([cos.shape[-1]], -1)
+    if halves:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+    else:
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-odd, even], -1).flatten(3)
+    double = torch.float64 in (cos.dtype, x.dtype if halves else None)  # as the models rotate
+    exact = torch.float64 if double else torch.float32
+    out = (x.to(exact) * cos.unsqueeze(-2) + turned.to(exact) * sin.unsqueeze(-2)).to(x.dtype)
+    return torch.cat([out, rest], -1) if rest.shape[-1] else out
 
 
 dispatch.register_kernels("permute_tokens", "block")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from diffusers.utils import export_to_video
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
@@ -105,7 +105,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return f"{crc32(last.detach().float().cpu().numpy().tobytes()):08x}"
 
 
-def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
+def denoiser(pipeline: DiffusionPipeline | ModularPipeline) -> torch.nn.Module:
     """The transformer or UNet that a pipeline calls in every step."""
     return next(iter(denoisers(pipeline).values()))
 

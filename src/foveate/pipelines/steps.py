@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
 from foveate.diffusers.apply import Handle
@@ -76,7 +76,7 @@ def record_step(pipeline: DiffusionPipeline, request: Request) -> Call:
 
 @torch.no_grad()
 def time_steps(
-    pipeline: DiffusionPipeline,
+    pipeline: DiffusionPipeline | ModularPipeline,
     step: Call,
     variants: Sequence[MethodLike | None],
     rounds: int,

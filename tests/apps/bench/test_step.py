@@ -12,15 +12,17 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2Pipeline,
+    MiniMaxH3Scheduler,
     QwenImagePipeline,
     StableDiffusionXLPipeline,
     WanPipeline,
     ZImagePipeline,
 )
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from typer.testing import CliRunner
 
 from foveate import LLSA, HilbertA, ToMA
-from foveate.apps.bench import step
+from foveate.apps.bench import models, step
 from foveate.apps.bench.models import MODELS
 from foveate.apps.cli import app
 from foveate.methods import ComposedMethod, ToDo, ToMeSD
@@ -55,7 +57,15 @@ def tiny_z_image():
     return ZImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=tiny.zimage(torch.float32), **parts)
 
 
+def tiny_minimax_h3():
+    pipe = MiniMaxH3CoreDenoiseStep().init_pipeline()
+    pipe.update_components(scheduler=MiniMaxH3Scheduler(), transformer=tiny.minimax_h3(torch.float32))
+    pipe.scheduler.set_timesteps(1000)
+    return pipe
+
+
 TINY = {
+    "minimax-h3": tiny_minimax_h3,
     "built-in": tiny.pipeline,
     "sdxl": tiny_sdxl,
     "flux2-dev": tiny_flux2,
@@ -68,7 +78,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def tiny_models(monkeypatch):
     for name, build in TINY.items():
-        monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda *_, build=build: build()))
+        monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda *_, build=build, **__: build()))
 
 
 def bench(sides, **options):
@@ -104,12 +114,51 @@ def test_dense_and_every_method_are_checked_and_timed():
 
 @pytest.mark.parametrize(
     ("model", "size"),
-    [("flux2-dev", (16, 16)), ("qwen-image", (16, 16)), ("z-image", (16, 16)), ("wan-14b", (5, 8, 9))],
+    [
+        ("flux2-dev", (16, 16)),
+        ("qwen-image", (16, 16)),
+        ("z-image", (16, 16)),
+        ("wan-14b", (5, 8, 9)),
+        ("minimax-h3", (5, 8, 9)),
+    ],
 )
 def test_models_of_today_are_timed_with_every_method(model, size):
     result = bench([size], model=model, methods=[HilbertA(tiles=4), ToMA(keep=0.5)])
     assert [row["image_tokens"] for row in result["rows"]] == 4 * [math.prod(size)]
     assert all(max(row["one_tile_error"], row["all_kept_error"]) < 1e-4 for row in result["rows"])
+
+
+def test_a_part_of_minimax_h3_is_timed_and_scaled(monkeypatch):
+    dense, merged, _ = bench([(5, 8, 9)], model="minimax-h3", methods=[ToMA(keep=0.5)])["rows"]
+    assert merged["variant"] == "ToMA keep=0.5 skip=0"
+    for row in (dense, merged):  # 3 of 50 layers
+        assert row["all_layers_s"] == pytest.approx(50 / 3 * row["step_s"])
+    with pytest.raises(ValueError, match=r"51 layers cannot be built of minimax-h3, only of minimax-h3 \(1 to 50\)"):
+        step.Setup.of("minimax-h3", layers=51, device="cpu")
+    with pytest.raises(ValueError, match="2 layers cannot be built of flux2-dev"):
+        step.Setup.of("flux2-dev", layers=2, device="cpu")
+    monkeypatch.setattr(
+        models, "MiniMaxH3Transformer3DModel", lambda num_layers: tiny.minimax_h3(num_layers=num_layers)
+    )
+    monkeypatch.setattr(models, "ACTIVATIONS", 10**6)
+    sizes = [models.weight_bytes(lambda n=n: tiny.minimax_h3(num_layers=n), torch.float32) for n in (0, 1)]
+    for fitting, free in ((7, 8 * sizes[1] - 7 * sizes[0] - 1), (50, 10**9), (1, 0)):
+        monkeypatch.setattr(models, "free_memory", lambda device, free=free: free + 10**6)
+        monkeypatch.setattr(models, "random_model", lambda make, *_: make())
+        pipe = models._minimax_h3(torch.device("cpu"), torch.float32)
+        assert len(pipe.transformer.transformer_blocks) == fitting
+    setup = step.Setup.of("minimax-h3", layers=2, device="cpu")
+    assert (setup.about["layers"], setup.about["all_layers"]) == (3, 50)  # of the tiny model
+
+
+@pytest.mark.parametrize("layers", [10, 20, 50])
+def test_a_part_of_a_model_leaves_the_same_share_of_it_unmerged(layers):
+    both = ComposedMethod((HilbertA(tiles=4), ToMA(keep=0.5)))
+    whole = sum(ToMA(keep=0.5).merging_blocks(50, 5))
+    part = step.in_part(both, layers, 50)
+    assert sum(part.parts[1].merging_blocks(layers, 5)) == whole * layers / 50
+    assert step.in_part(HilbertA(tiles=4), layers, 50) == HilbertA(tiles=4)
+    assert step.in_part(ToMA(skip=3), layers, 50) == ToMA(skip=3)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +298,7 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
         (
             ["--model", "flux"],
             "unknown model 'flux': choose one of built-in, flux-dev, flux2-dev, flux2-klein, qwen-image, z-image, "
-            "wan-14b, sdxl",
+            "wan-14b, minimax-h3, sdxl",
         ),
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),

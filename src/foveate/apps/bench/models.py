@@ -16,6 +16,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     StableDiffusionXLPipeline,
@@ -25,10 +27,16 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3PrepareLayoutStep,
+    MiniMaxH3SetTimestepsStep,
+)
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
 from torch import nn
 
 from foveate.apps.demo.untrained import untrained_pipeline
-from foveate.methods import ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
+from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToDo, ToFu, ToMA, ToMeSD
 from foveate.methods.base import Grid
 from foveate.pipelines.request import Request, load_pipeline, pixels_per_token
 from foveate.pipelines.steps import Call, record_step
@@ -44,19 +52,22 @@ class Model(NamedTuple):
     """A model to time.
 
     Attributes:
-        build: Makes the pipeline on a device, in a dtype.
+        build: Makes the pipeline on a device, in a dtype; of a model with `layers`, with so many blocks, or as many as
+            fit into memory if None.
         inputs: Returns the arguments of one forward pass, given the pipeline, the grid of tokens and the number of
             text tokens.
         text: Default number of text tokens; None if the pipeline decides.
         methods: Methods that are timed by default.
         weights: Description of the weights, for the report.
+        layers: Number of blocks of the published model, of which fewer may be built; None where all are.
     """
 
-    build: Callable[[torch.device, torch.dtype], Any]
+    build: Callable[..., Any]
     inputs: Callable[[Any, Grid, int | None], Call]
     text: int | None
     methods: tuple[Method | ComposedMethod, ...]
     weights: str = "random weights"
+    layers: int | None = None
 
 
 def find_model(name: str) -> Model:
@@ -81,10 +92,7 @@ def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: tor
     Raises:
         ValueError: If the weights do not fit into the free memory of the device.
     """
-    with torch.device("meta"):
-        needed = sum(weight.numel() for weight in make().parameters()) * dtype.itemsize
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    needed, free = weight_bytes(make, dtype), free_memory(device)
     if needed > free:
         raise ValueError(
             f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, but {device} has "
@@ -97,6 +105,17 @@ def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: tor
             return make().eval()
     finally:
         torch.set_default_dtype(default)
+
+
+def weight_bytes(make: Callable[[], nn.Module], dtype: torch.dtype) -> int:
+    """Memory of the weights of the model of `make`, which is not made."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in make().parameters()) * dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Free memory of a device in bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _built_in(device: torch.device, dtype: torch.dtype) -> FluxPipeline:
@@ -131,6 +150,22 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
     return StableDiffusionXLPipeline(
         scheduler=EulerDiscreteScheduler(), unet=unet, add_watermarker=False, **TWO_ENCODERS
     )
+
+
+def _minimax_h3(device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """The blocks that denoise; `ACTIVATIONS` of the memory is left free."""
+    if layers is None:
+        of_none, of_one = (weight_bytes(partial(MiniMaxH3Transformer3DModel, num_layers=n), dtype) for n in (0, 1))
+        fitting = (free_memory(device) - ACTIVATIONS - of_none) // (of_one - of_none)
+        layers = max(1, min(H3_LAYERS, fitting))
+    pipe = MiniMaxH3CoreDenoiseStep().init_pipeline()
+    pipe.update_components(
+        transformer=random_model(partial(MiniMaxH3Transformer3DModel, num_layers=layers), device, dtype),
+        scheduler=MiniMaxH3Scheduler(shift=12.0),
+        audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
+    )
+    pipe.scheduler.set_timesteps(1000)
+    return pipe
 
 
 def _load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -181,6 +216,28 @@ def _wan_inputs(pipe: WanPipeline, grid: Grid, text: int | None) -> Call:
         "hidden_states": torch.randn(1, config.in_channels, *sides, **like),
         "encoder_hidden_states": torch.randn(1, text, config.text_dim, **like),
         "timestep": torch.tensor([500.0], device=pipe.transformer.device),
+        "return_dict": False,
+    }
+    return Call((), kwargs)
+
+
+def _minimax_h3_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
+    """Inputs of a text to video, with stereo audio as long as the video: 17 frames take 5 frames of latents."""
+    model, (frames, rows, columns) = pipe.transformer, (1, *grid)[-3:]
+    config, audio_rows = model.config, audio_latent_num_frames(17 * (frames - 2) // 5 + 5)
+    places, tags, *indices, _, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        torch.ones(text), frames, 2 * rows, 2 * columns, max(1, audio_rows), (1, 2, 2), 2, 2, 0
+    )
+    times = MiniMaxH3SetTimestepsStep.build_row_timesteps(*indices[:2], 0, 0, text, 0.5, 0.7, 0.999, 1.0)
+    video, audio, _ = (len(rows) for rows in indices)
+    like: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
+    sequence = dict(zip(("video_indices", "audio_indices", "text_indices"), indices, strict=True))
+    sequence |= {"token_tags": tags, "position_ids": places, "timestep": times[0], "timestep_indices": times[1]}
+    kwargs = {
+        "hidden_states": torch.randn(1, video, config.in_channels * prod(config.patch_size), **like),
+        "audio_hidden_states": torch.randn(1, audio, config.audio_in_channels, **like),
+        "encoder_hidden_states": torch.randn(1, text, config.text_dim, **like),
+        **{name: value.to(model.device) for name, value in sequence.items()},
         "return_dict": False,
     }
     return Call((), kwargs)
@@ -239,6 +296,9 @@ FLUX = (
     *(ToMA(keep=0.5), ToMA(keep=0.25), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))),
 )
 VIDEO = HilbertA(tiles=4), HilbertA(tiles=16), ToMA(keep=0.5), ComposedMethod((HilbertA(tiles=16), ToMA(keep=0.5)))
+H3_LAYERS, ACTIVATIONS = 50, 10_000_000_000  # bytes
+H3_SPARSE = HilbertA(tiles=4), HilbertA(tiles=16), LLSA(top_k=16)
+H3 = *H3_SPARSE, ToMA(keep=0.5), *(ComposedMethod((sparse, ToMA(keep=0.5))) for sparse in H3_SPARSE)
 SDXL = *(ToMA(keep=keep) for keep in (0.75, 0.5, 0.25)), ToMeSD(keep=0.5), ToFu(keep=0.5), ToDo()
 
 MODELS = {
@@ -251,7 +311,8 @@ MODELS = {
     "qwen-image": Model(partial(_random, QwenImagePipeline, QwenImageTransformer2DModel), _qwen_inputs, 512, FLUX),
     "z-image": Model(partial(_random, ZImagePipeline, ZImageTransformer2DModel), _z_image_inputs, 512, FLUX),
     "wan-14b": Model(partial(_random, WanPipeline, WanTransformer3DModel), _wan_inputs, 512, VIDEO),
+    "minimax-h3": Model(_minimax_h3, _minimax_h3_inputs, 512, H3, layers=H3_LAYERS),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
 """Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),
-Qwen-Image (20 B), Z-Image (6 B), Wan 2.1 (14 B) and SDXL (2.6 B)."""
+Qwen-Image (20 B), Z-Image (6 B), Wan 2.1 (14 B), MiniMax-H3 (33 B) and SDXL (2.6 B)."""

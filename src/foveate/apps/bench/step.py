@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil, lcm, prod
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -11,11 +12,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from foveate.apps.bench.models import Model, find_model
+from foveate.apps.bench.models import MODELS, Model, find_model
 from foveate.apps.bench.table import TableColumn, megabytes, milliseconds, results_table
 from foveate.diffusers.apply import apply
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
-from foveate.methods.base import Grid, TokenMerging
+from foveate.methods.base import Grid, TokenMerging, default_skip
 from foveate.pipelines.lora import using
 from foveate.pipelines.request import denoiser
 from foveate.pipelines.steps import Call, time_steps
@@ -23,7 +24,7 @@ from foveate.utils.device import choose_device, choose_dtype, dtype_name, versio
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import captured, now, peak_memory, time_calls
 
-__all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "merging_part", "table_of"]
+__all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "in_part", "merging_part", "table_of"]
 
 NO_CYCLE = ToMA(dst_every=1, weights_every=1)  # the schedule of a method whose steps are all alike
 LEAST_STEPS = 10  # timed steps of a method that merges tokens
@@ -89,6 +90,7 @@ class Setup(NamedTuple):
         *,
         methods: Sequence[Method | ComposedMethod] = (),
         text: int | None = None,
+        layers: int | None = None,
         compile: bool = False,
         cuda_graphs: bool = False,
         device: str = "auto",
@@ -100,21 +102,32 @@ class Setup(NamedTuple):
             model: A name in `MODELS`, or a pipeline's hub id or folder.
             methods: Methods to time besides dense. Empty: the defaults of the model.
             text: Number of text tokens. None: the model's usual number.
+            layers: Number of blocks to build of a model of which a part may be timed, for example one larger than the
+                memory. None: as many as fit. Token merging then skips the same share of first blocks.
             compile: Compile the repeated blocks.
             cuda_graphs: Compile the repeated blocks with mode="reduce-overhead", which runs them as CUDA graphs.
             device: See `choose_device`.
             dtype: See `choose_dtype`.
 
         Raises:
-            ValueError: If the model is unknown, there is no method, or there is no GPU for CUDA graphs.
+            ValueError: If the model is unknown or cannot be built in part, there is no method, or there is no GPU for
+                CUDA graphs.
         """
         chosen, where = find_model(model), choose_device(device)
         if not (methods := methods or chosen.methods):
             raise ValueError(f"name the methods to time on {model}, for example --method hilberta --method toma")
         if cuda_graphs and where.type != "cuda":
             raise ValueError(f"CUDA graphs need an NVIDIA GPU, not {where.type}: leave --cuda-graphs out")
-        pipe = chosen.build(where, choose_dtype(dtype, where))
+        if layers is not None and not 1 <= layers <= (chosen.layers or 0):
+            parts = ", ".join(f"{name} (1 to {of.layers})" for name, of in MODELS.items() if of.layers)
+            raise ValueError(f"{layers} layers cannot be built of {model}, only of {parts}: leave --layers out")
+        part = {"layers": layers} if chosen.layers else {}
+        pipe = chosen.build(where, choose_dtype(dtype, where), **part)
         network: Any = denoiser(pipe)
+        if chosen.layers:
+            built = len(network.transformer_blocks)
+            methods = [in_part(method, built, chosen.layers) for method in methods]
+            part = {"layers": built, "all_layers": chosen.layers}
         if compile or cuda_graphs:
             network.compile_repeated_blocks(fullgraph=True, **{"mode": "reduce-overhead"} if cuda_graphs else {})
         text = chosen.text if text is None else text
@@ -122,6 +135,7 @@ class Setup(NamedTuple):
             "what": f"one forward of {type(network).__name__} with {chosen.weights}",
             "model": model,
             "parameters": sum(p.numel() for p in network.parameters()),
+            **part,
             "text_tokens": text,
             "device": where.type,
             "dtype": dtype_name(pipe.dtype),
@@ -179,6 +193,8 @@ def bench_step(
         for row in _measured(step, methods, rounds, size, track):
             dense = dense or row
             row = {"grid": grid, "image_tokens": prod(grid), "batch": step.batch(), **errors, **row}
+            if layers := result.get("layers"):
+                row["all_layers_s"] = row["step_s"] * result["all_layers"] / layers
             row["attention_flop_bound"] = bounds.get(row["method"], 1.0)
             row["speed_up"] = dense["step_s"] / row["step_s"]
             if dense["graph_s"] and row["graph_s"]:
@@ -187,6 +203,18 @@ def bench_step(
             yield result
     if not rows:
         raise ValueError(skipped[0]["why"])
+
+
+def in_part(method: Method | ComposedMethod, layers: int, all_layers: int) -> Method | ComposedMethod:
+    """The method for a model with some of its layers: token merging skips the same share of them as in the whole."""
+    skip = round(default_skip(all_layers) * layers / all_layers)
+    parts = [
+        replace(part, skip=skip)
+        if layers < all_layers and isinstance(part, TokenMerging) and part.skip is None
+        else part
+        for part in method.parts
+    ]
+    return parts[0] if len(parts) == 1 else ComposedMethod(tuple(parts))
 
 
 def merging_part(method: Method | ComposedMethod) -> TokenMerging | None:
@@ -286,7 +314,7 @@ def _in_turns(
     for method in methods:
         with using(step.pipe, method):
             peak = peak_memory(step.run, step.pipe.device)
-            alone.append((peak, _enqueue_seconds(step, step.run), _graph_seconds(step, step.run, rounds)))
+            alone.append((peak, _enqueue_seconds(step, step.run, rounds), _graph_seconds(step, step.run, rounds)))
     seconds = zip(*time_steps(step.pipe, step.call, methods, rounds, advance), strict=True)
     return [
         _row(method, median(taken), taken, *rest) for method, taken, rest in zip(methods, seconds, alone, strict=True)
@@ -313,15 +341,15 @@ def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: 
             taken.append(now(device) - start)
             advance()
         again = lambda: step.run_as(steps)  # noqa: E731
-        enqueue, graph = _enqueue_seconds(step, again), _graph_seconds(step, again, rounds)
+        enqueue, graph = _enqueue_seconds(step, again, rounds), _graph_seconds(step, again, rounds)
     step.pipe.scheduler.set_begin_index(0)
     return _row(method, mean(taken), taken, peak, enqueue, graph)
 
 
-def _enqueue_seconds(step: Step, forward: Callable[[], object]) -> float:
-    """Median time until a forward pass returns, before the device is done."""
+def _enqueue_seconds(step: Step, forward: Callable[[], object], rounds: int) -> float:
+    """Median time until a forward pass returns, before the device is done, of three or fewer."""
     taken: list[float] = []
-    for _ in range(3):
+    for _ in range(min(rounds, 3)):
         start = now(step.pipe.device)
         forward()
         taken.append(time.perf_counter() - start)
@@ -367,6 +395,7 @@ COLUMNS: list[TableColumn] = [
     ("tokens", "image_tokens", "{:,}".format),
     ("variant", "variant", str),
     ("ms", "step_s", milliseconds),
+    ("ms, all layers", "all_layers_s", milliseconds),
     ("speed-up", "speed_up", "{:.2f}x".format),
     ("enqueued in, ms", "enqueue_s", milliseconds),
     ("CUDA graph, ms", "graph_s", milliseconds),

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,6 +50,10 @@ def step(
         bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
     ] = False,
     text: StepText = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks to build of minimax-h3; times are scaled to all. Default: as many as fit."),
+    ] = None,
     rounds: Annotated[
         int,
         typer.Option(min=1, help="Measurements of each method; token merging runs whole cycles of its schedule."),
@@ -77,7 +81,7 @@ def step(
     from foveate.apps.bench.step import Setup, bench_step, table_of
 
     grids, methods = [read_grid(size) for size in sides.split(",")], read_methods(method)
-    how = {"compile": compile, "cuda_graphs": cuda_graphs}
+    how: dict[str, Any] = {"layers": layers, "compile": compile, "cuda_graphs": cuda_graphs}
     setup = Setup.of(model, methods=methods, text=text, device=device, dtype=dtype, **how)
     kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
     name = f"step-{Path(model).name}-{kind}-{setup.about['device']}.json"
