@@ -7,6 +7,7 @@ from typing import Any
 
 from foveate.methods.base import ComposedMethod, Method, sparse_and_merging
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.baselines.progressive import ProgressiveResolution
 from foveate.methods.baselines.todo import ToDo
 from foveate.methods.baselines.tomesd import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
@@ -25,6 +26,7 @@ __all__ = [
     "HilbertA",
     "InfoFlowKV",
     "Method",
+    "ProgressiveResolution",
     "SubCP",
     "ToDo",
     "ToFu",
