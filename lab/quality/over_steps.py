@@ -15,6 +15,7 @@ On a GPU seconds are those of the fastest batch. On a CPU, which others may use 
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from statistics import mean
@@ -65,15 +66,15 @@ class Setting(NamedTuple):
 
 def candidates() -> list[Setting]:
     """The settings of the search."""
-    tiles = [((0.0, "dense"), (start, 4), (change, 16))
-             for start, change in ((0.3, 0.6), (0.4, 0.6), (0.4, 0.8), (0.5, 0.7), (0.5, 0.8), (0.6, 0.8))]  # fmt: skip
+    starts = (0.3, 0.6), (0.4, 0.6), (0.4, 0.8), (0.5, 0.7), (0.5, 0.8), (0.6, 0.8)
+    tiles = [((0.0, "dense"), (start, 4), (change, 16)) for start, change in starts]
     nodes = [((0.0, "dense"), (start, 16), (change, 8)) for start, change in ((0.2, 0.5), (0.3, 0.6), (0.4, 0.7))]
     kept = [((0.0, first), (change, then)) for first, then, change in
             (("dense", 0.5, 0.4), (0.85, 0.5, 0.3), (0.85, 0.5, 0.5), (0.75, 0.5, 0.5))]  # fmt: skip
     merging = [ToMA(keep=keep, start_percent=start) for keep, start in product((0.85, 0.75, 0.6, 0.5), (0.0, 0.2))]
     resolutions = [ProgressiveResolution(factor=factor, until=until)
                    for factor, until in product((2, 1.5), (0.1, 0.2, 0.3, 0.4, 0.5))]  # fmt: skip
-    sparse = HilbertA(tiles=4, start_percent=0.4)
+    early, sparse = (HilbertA(tiles=4, start_percent=start) for start in (0.2, 0.4))  # of the second part
     return [
         *(Setting("one", HilbertA(tiles=4, start_percent=start)) for start in (0.4, 0.5, 0.6, 0.8)),
         *(Setting("one", HilbertA(tiles=16, start_percent=start)) for start in (0.4, 0.6, 0.8)),
@@ -83,19 +84,19 @@ def candidates() -> list[Setting]:
         *(Setting("schedule", LLSA(top_k=schedule)) for schedule in nodes),
         *(Setting("schedule", ToMA(keep=schedule)) for schedule in kept),
         *(Setting("resolution", None, resolution) for resolution in resolutions),
-        *(Setting("resolution with HilbertA", sparse, resolution) for resolution in resolutions[:4]),
+        *(Setting("resolution with HilbertA", *pair) for pair in product((early, sparse), resolutions[:4])),
         *(Setting("ToMA with HilbertA", ComposedMethod((sparse, method))) for method in merging[::2]),
     ]
 
 
 def main(
-    model: Annotated[str, typer.Option(help="built-in or built-in-video.")] = "built-in",
+    model: Annotated[str, typer.Option(help="built-in-video, or empty: the image model.")] = "",
     size: Size = 512,
     frames: Annotated[int, typer.Option(help="Frames of a video.")] = 17,
     search: Annotated[int, typer.Option(help="Captions of the search.")] = 8,
     prompts: Prompts = 32,
     batch: Batch = 8,
-    only: Annotated[str, typer.Option(help="Leave out settings whose titles lack each of these, by commas.")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="Part of the titles to try; all by default.")] = None,
     device: str = "auto",
     dtype: str = "auto",
     pictures: Pictures = "out/over-steps",
@@ -105,11 +106,10 @@ def main(
     pipe: Any = load_pipeline(str(MODELS[model].folder), device, dtype)
     video = makes_video(pipe)
     request = Request("", (size, size), STEPS, 3.0 if video else None, 0, frames=frames if video else None)
-    folder = Path(pictures) / f"{model}-{pipe.device.type}-{size}px"
+    folder = Path(pictures) / f"{model or 'built-in'}-{pipe.device.type}-{size}px"
     asked = {"weights": fingerprint(denoiser(pipe)), "search": search, "prompts": prompts, "batch": batch}
     claim(folder, {name: str(value) for name, value in asked.items()})
-    names = [name for name in only.split(",") if name]
-    wanted = [one for one in candidates() if not names or any(name in one.title for name in names)]
+    wanted = [one for one in candidates() if not only or any(name in one.title for name in only)]
     with progress() as track:
         tried = measured(pipe, request, wanted, search, batch, folder / "search.json", track)
         chosen = choose(wanted, tried)
@@ -122,7 +122,7 @@ def main(
         for case, one in {"dense": Setting("dense"), **chosen}.items()
     ]  # fmt: skip
     result = {
-        "settings": {"model": model, "size": size, "steps": STEPS, **asked},
+        "settings": {"model": model or "built-in", "size": size, "steps": STEPS, **asked},
         "rows": rows,
         "searched": [{"settings": title, **one} for title, one in tried.items()],
         "versions": versions(),
@@ -166,7 +166,7 @@ def measured(
 def generate(pipe: Any, setting: Setting, batches: Sequence[Sequence[Request]]) -> tuple[list[Any], float, str]:
     """Images as lists of frames, seconds of one in the fastest batch, and why passes were dense."""
     made, seconds, told = list[Any](), list[float](), ""
-    call = setting.resolution and (lambda **given: setting.resolution(pipe, **given))
+    call = partial(setting.resolution, pipe) if setting.resolution else None
     clock: Callable[[], float] = time.process_time if pipe.device.type == "cpu" else lambda: now(pipe.device)
     with using(pipe, setting.method) as run:
         if pipe.device.type != "cpu":

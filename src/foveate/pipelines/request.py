@@ -201,7 +201,7 @@ def draw_batch(
         on_step: Called after every denoising step.
         call: Called with the arguments of the pipeline in its place; None calls the pipeline.
     """
-    output = _call(pipeline, requests, on_step, call or pipeline)
+    output = _call(pipeline, requests, on_step, call)
     return output.frames if makes_video(pipeline) else output.images
 
 
@@ -209,7 +209,7 @@ def _call(
     pipeline: DiffusionPipeline,
     requests: Sequence[Request],
     on_step: Callable[[], None],
-    call: Callable[..., Any],
+    call: Callable[..., Any] | None,
 ) -> Any:
     """Output of the pipeline."""
 
@@ -233,7 +233,7 @@ def _call(
     asked |= {name: value for name, value in where_known.items() if name in known}
     with torch.random.fork_rng([pipeline.device] if pipeline.device.type == "cuda" else []):
         torch.manual_seed(shared.seed)  # JoyImage encodes its reference with random numbers outside of the generators
-        return call(
+        return (call or pipeline)(
             prompt=[request.prompt for request in requests],
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
             height=shared.size[0],
