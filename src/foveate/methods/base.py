@@ -116,6 +116,13 @@ class Method:
         return tuple(value for _, value in self.schedule if value != "dense")
 
     @property
+    def plain(self) -> tuple[Any, ...]:
+        """The method with each setting of its schedule, in the order of the steps; itself if it has no schedule."""
+        if len(self.schedule) < 2:
+            return (self,)
+        return tuple(replace(self, **{self.scheduled: setting}) for setting in self.settings)
+
+    @property
     def schedule_title(self) -> str:
         """The scheduled option in titles: "4", or "(dense, 4 from 0.2, 16 from 0.5)"."""
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for _, value in self.schedule]

@@ -163,11 +163,7 @@ def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **optio
 
     Of a schedule the last setting that is not dense remains. A preset loses its step cache: all steps are computed.
     """
-    last = [{part.scheduled: part.settings[-1]} if part.scheduled else {} for part in method.parts]
-    parts = tuple(
-        replace(part, start_percent=start, end_percent=end, **{**setting, **options})
-        for part, setting in zip(method.parts, last, strict=True)
-    )
+    parts = tuple(replace(part.plain[-1], start_percent=start, end_percent=end, **options) for part in method.parts)
     if isinstance(method, Distilled):
         return method._replace(method=parts[0], more=parts[1:])
     return parts[0] if len(parts) == 1 else ComposedMethod(parts)
