@@ -98,29 +98,26 @@ class ProgressiveResolution:
             options = {**plain, "output_type": "latent", "return_dict": False}
             estimate = _unpacked(pipeline, pipeline(height=small[0], width=small[1], **options)[0], small)
         upsampled = _upsampled(estimate.float(), *noise[0].shape[-2:])
-        latents = Tensor()
+        latents, sigmas = list[Tensor](), list[float]()
 
-        def noisy(prepare: Callable[..., Any], given: dict[str, Any]) -> Any:
-            nonlocal latents
-            made = prepare(**given)
-            latents = _tensor(made)
-            fill()
-            return made
+        def add_noise() -> None:  # some pipelines prepare latents first, and others steps
+            if latents and sigmas:
+                noisy = (1 - sigmas[0]) * upsampled + sigmas[0] * noise[0].float()
+                latents[0].copy_(_packed(pipeline, noisy))
 
-        def fill() -> None:  # some pipelines ask for the latents first, and others for the steps
-            if sigmas and latents.numel():
-                mixed = (1 - sigmas[0]) * upsampled + sigmas[0] * noise[0].float()
-                latents.copy_(_packed(pipeline, mixed))
-
-        sigmas: list[float] = []
+        def at_full_resolution(prepare: Callable[..., Any], given: dict[str, Any]) -> Any:
+            prepared = prepare(**given)
+            latents.append(_tensor(prepared))
+            add_noise()
+            return prepared
 
         def begin(sigma: float) -> None:
             sigmas.append(sigma)
-            fill()
+            add_noise()
 
-        with _steps(pipeline, slice(first, None), noisy, begin):
-            started = _packed(pipeline, torch.zeros_like(noise[0]))
-            return pipeline(height=height, width=width, **{**plain, "latents": started})
+        with _steps(pipeline, slice(first, None), at_full_resolution, begin):
+            empty = _packed(pipeline, torch.zeros_like(noise[0]))
+            return pipeline(height=height, width=width, **{**plain, "latents": empty})
 
     def small(self, pipeline: Any, size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) in pixels of the first steps.
