@@ -10,15 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from foveate.diffusers.preset import Preset
-from foveate.methods import HilbertA, Method, ToMA
-from foveate.methods.base import AttentionPlan, DenseFallback, default_skip, sparse_and_merging
+from foveate.methods import HilbertA, ToMA
+from foveate.methods.base import AttentionPlan, DenseFallback, DenseStep, default_skip, sparse_and_merging
 from foveate.ops.joint_attention import joint_attention
 from foveate.ops.merging import Regions, merged_pattern
 
@@ -29,7 +29,6 @@ log = logging.getLogger("foveate")
 T = TypeVar("T")
 
 ROUNDING = 1e-5  # noise levels are float32
-OUTSIDE = "this step lies outside start_percent to end_percent"
 
 
 class Family(NamedTuple):
@@ -80,14 +79,15 @@ class Part:
     Args:
         method: The method.
         window: Lowest and highest noise level at which the method is active.
+        levels: Noise level at which each entry of the method's schedule begins.
 
     Attributes:
         outcomes: Number of forward passes by the reason why they were dense; "" counts passes with the method.
         layers: Number of attention calls or blocks with the method, under "", and without it, under "dense".
     """
 
-    def __init__(self, method: Any, window: tuple[float, float]) -> None:
-        self.method, self.window = method, window
+    def __init__(self, method: Any, window: tuple[float, float], levels: tuple[float, ...] = (inf,)) -> None:
+        self.method, self.window, self.levels = method, window, levels
         self.outcomes: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
 
@@ -96,12 +96,25 @@ class Part:
         try:
             decided = decide()
         except DenseFallback as reason:
-            if str(reason) not in (*self.outcomes, OUTSIDE):
+            if str(reason) not in self.outcomes and not isinstance(reason, DenseStep):
                 log.warning("%s stays dense: %s", self.method.title, reason)
             self.outcomes[str(reason)] += 1
             return None
         self.outcomes[""] += 1
         return decided
+
+    def at_level(self, sigma: float) -> Any:
+        """The method with the options that it has at this noise level.
+
+        Raises:
+            DenseStep: If it leaves this step dense.
+        """
+        low, high = self.window
+        if not low - ROUNDING <= sigma <= high + ROUNDING:
+            raise DenseStep("this step lies outside start_percent to end_percent")
+        starts = [start for (start, _), level in zip(self.method.schedule, self.levels, strict=True)
+                  if sigma <= level + ROUNDING]  # fmt: skip
+        return self.method.at_progress(max(self.method.start_percent, *starts))
 
     def finish(self) -> None:
         """Log the counts of the run and reset them."""
@@ -119,11 +132,12 @@ class Foveated:
     """A wrapper around the forward pass of a model.
 
     Args:
-        *parts: Methods, each with the lowest and highest noise level at which it is active.
+        *parts: Methods, each with the lowest and highest noise level at which it is active, and those at which the
+            entries of its schedule begin.
         grids: (rows, columns) of image tokens that the methods were tuned for; other sizes log a warning.
     """
 
-    def __init__(self, *parts: tuple[Method, tuple[float, float]], grids: Any = ()) -> None:
+    def __init__(self, *parts: Any, grids: Any = ()) -> None:
         self.parts, self.grids = [Part(*part) for part in parts], grids
         self.sparse = next((part for part in self.parts if not isinstance(part.method, ToMA)), None)
         self.merging = next((part for part in self.parts if isinstance(part.method, ToMA)), None)
@@ -132,7 +146,7 @@ class Foveated:
         self._warned = False
         self._sigma, self._step = -1.0, -1
         self._passes: Counter[Any] = Counter()  # of this step, by kind
-        self._merges: dict[Any, tuple[tuple[int, int], Any]] = {}
+        self._merges: dict[Any, tuple[tuple[int, int, float], Any]] = {}
 
     @property
     def methods(self) -> list[Any]:
@@ -190,21 +204,18 @@ class Foveated:
 
     def _tokens(
         self, part: Part, model: Any, inputs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Family, tuple[tuple[int, ...], ...], int]:
-        """Family of the model, grids of its image tokens, and number of text tokens.
+    ) -> tuple[Any, Family, tuple[tuple[int, ...], ...], int]:
+        """The method in this step, family of the model, grids of its image tokens, and number of text tokens.
 
         Raises:
             DenseFallback: If the method cannot run in this forward pass.
         """
-        low, high = part.window
-        if not low - ROUNDING <= sigma_of(options) <= high + ROUNDING:
-            raise DenseFallback(OUTSIDE)
-        family = family_of(model)
+        method, family = part.at_level(sigma_of(options)), family_of(model)
         if family is None:
             raise DenseFallback(f"{type(model).__name__} is not known")
         references = inputs.get("ref_latents") or inputs.get("kwargs", {}).get("ref_latents") or []
         grids = tuple(grid_of(model, latent) for latent in (inputs["x"], *references))
-        part.method.check_tokens(prod(grids[0]))
+        method.check_tokens(prod(grids[0]))
         if self.grids and grids not in self.grids and not self._warned:
             log.warning("the preset was tuned for other sizes: error and gain are unknown here")
             self._warned = True
@@ -217,22 +228,22 @@ class Foveated:
             text += 2 * llama.shape[2]  # HiDream: one layer's text in all blocks, and another layer's in each block
         if inputs.get("image_cond") is not None:
             raise DenseFallback("the latent also holds the image to edit")
-        return family, grids, text
+        return method, family, grids, text
 
     def _attention(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Attention":
         """Sparse attention of this forward pass."""
-        family, grids, text = self._tokens(self.sparse, model, inputs, options)
+        method, family, grids, text = self._tokens(self.sparse, model, inputs, options)
         if not family.text:
             check_cross_attention(inputs, prod(grids[0]))
-        plan = self.sparse.method.plan(grids, text, device=str(inputs["x"].device))
+        plan = method.plan(grids, text, device=str(inputs["x"].device))
         return Attention(self.sparse, plan, text, family.image_first, options.get("optimized_attention_override"))
 
     def _blocks(
         self, model: Any, inputs: dict[str, Any], options: dict[str, Any], attend: "Attention | None"
     ) -> dict[Any, Callable[..., Any]]:
         """Replaced blocks of this forward pass; merged tokens attend sparsely if `attend` is given."""
-        part, method, x = self.merging, self.merging.method, inputs["x"]
-        family, grids, text = self._tokens(part, model, inputs, options)
+        part, x = self.merging, inputs["x"]
+        method, family, grids, text = self._tokens(part, model, inputs, options)
         if method.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
         if (sigma := sigma_of(options)) != self._sigma:
@@ -250,7 +261,7 @@ class Foveated:
             regions = method.regions(grids, device=str(x.device))
         run = bool(attend), grids, len(x), x.dtype, x.device, tuple(options.get("cond_or_uncond", ()))
         self._passes[run] += 1  # each window of a tiled image has a plan of its own
-        merging = Merging(self, regions, text, family.image_first, attend, (text, self._passes[run], *run))
+        merging = Merging(self, method, regions, text, family.image_first, attend, (text, self._passes[run], *run))
         blocks, number = dict((options.get("patches_replace") or {}).get("dit") or {}), 0
         for kind, attribute in zip(("double_block", "single_block"), family.blocks, strict=False):
             length = len(getattr(model, attribute))
@@ -263,13 +274,12 @@ class Foveated:
             number += length
         return blocks
 
-    def plan(self, key: Any, tokens: Tensor, regions: Regions) -> Any:
-        """Merge plan of these tokens, recomputed when due."""
-        method = self.merging.method
-        periods = method.periods(self._step)
+    def plan(self, key: Any, method: Any, tokens: Tensor, regions: Regions) -> Any:
+        """Merge plan of these tokens by this setting of the method, recomputed when due."""
+        periods = (method.keep, *method.periods(self._step))
         made, plan = self._merges.get(key, (None, None))
         if made != periods:
-            chosen = plan.chosen if made and made[0] == periods[0] else None
+            chosen = plan.chosen if made and made[:2] == periods[:2] else None
             with torch.no_grad():
                 plan = method.plan(tokens.index_select(1, regions.order), regions, chosen)
             self._merges[key] = periods, plan
@@ -383,6 +393,7 @@ class Merging:
 
     Args:
         owner: Keeps the plans from step to step.
+        method: How to merge in this step.
         regions: Regions within which tokens merge.
         text: Number of text tokens in the attention sequence.
         image_first: Whether the image precedes the text in one sequence.
@@ -391,9 +402,16 @@ class Merging:
     """
 
     def __init__(
-        self, owner: Foveated, regions: Regions, text: int, image_first: bool, attend: Attention | None, key: Any
+        self,
+        owner: Foveated,
+        method: Any,
+        regions: Regions,
+        text: int,
+        image_first: bool,
+        attend: Attention | None,
+        key: Any,
     ) -> None:
-        self.owner, self.regions, self.text, self.image_first = owner, regions, text, image_first
+        self.owner, self.method, self.regions, self.text, self.image_first = owner, method, regions, text, image_first
         self.attend, self.key = attend, key
         self.layers, self.images = owner.merging.layers, len(regions.order)
 
@@ -411,7 +429,7 @@ class Merging:
         self.layers[""] += 1
         image, words = self._split(x)
         order = self.regions.order
-        merge = self.owner.plan((kind, *self.key), image, self.regions)
+        merge = self.owner.plan((kind, *self.key), self.method, image, self.regions)
         merged = merge.merge(image, 0, order)
         given = {**args, "img": self._join(merged, words), "pe": self._rope(args["pe"], dim, merge)}
         if self.attend:

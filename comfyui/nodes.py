@@ -6,7 +6,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.latest import io
 
 from foveate import HilbertA, ToMA, load
-from foveate.methods import Method
+from foveate.methods import Method, method_from_text
 from foveate.ops.curves import CURVES
 
 from .forward import Foveated, check_preset
@@ -20,6 +20,11 @@ WHERE = (
     ),
     io.Float.Input("start_percent", default=0.0, min=0.0, max=1.0, step=0.01, tooltip="Earlier steps stay dense."),
     io.Float.Input("end_percent", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Later steps stay dense."),
+    io.String.Input(
+        "schedule",
+        default="",
+        tooltip="The first option by the fraction of the run, in its place: ((0, dense), (0.2, 4), (0.5, 16)).",
+    ),
 )
 
 
@@ -35,7 +40,8 @@ def patched(model: Any, *methods: Method, grids: Any = ()) -> io.NodeOutput:
         methods = *before.methods, *methods
     to_sigma = model.get_model_object("model_sampling").percent_to_sigma
     windows = [(to_sigma(method.end_percent), to_sigma(method.start_percent)) for method in methods]
-    foveated = Foveated(*zip(methods, windows, strict=True), grids=grids)
+    levels = [tuple(to_sigma(start) for start, _ in method.schedule) for method in methods]
+    foveated = Foveated(*zip(methods, windows, levels, strict=True), grids=grids)
     foveated.check(model.get_model_object("diffusion_model"))
     copy = model.clone()
     copy.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
@@ -77,8 +83,10 @@ class FoveateHilbertA(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, **options: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, schedule: str = "", **options: Any) -> io.NodeOutput:
         """The patched model."""
+        if schedule.strip():
+            options["tiles"] = method_from_text("hilberta", {"tiles": schedule.strip()}).tiles
         return patched(model, HilbertA(**options))
 
 
@@ -101,8 +109,10 @@ class FoveateToMA(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, tile: int, every: int, **options: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, tile: int, every: int, schedule: str = "", **options: Any) -> io.NodeOutput:
         """The patched model."""
+        if schedule.strip():
+            options["keep"] = method_from_text("toma", {"keep": schedule.strip()}).keep
         return patched(model, ToMA(tile=(tile, tile), dst_every=every, weights_every=every, **options))
 
 

@@ -142,6 +142,12 @@ joint() { # [9: a step cache, methods and both at equal error; interrupted, it g
   timed python3 -m lab.bench.cached_run lab/results --method toma:keep=0.85 --cache-computed 0.4 --computed 0.4 "${commit[@]}"
 }
 
+over_steps() { # [4, estimated: schedules against one setting, and resolution over steps against ToMA; resumes]
+  timed python3 -m lab.quality.over_steps --size 512 --batch 8 --search 8 --prompts 24 --pictures out/over-steps "${commit[@]}"
+  timed python3 -m lab.quality.over_steps --model built-in-video --size 96 --batch 8 --search 8 --prompts 16 \
+    --pictures out/over-steps "${commit[@]}"
+}
+
 distilled() { # [7 a variant]
   timed python3 -m lab.quality.distilled --out out/distilled --only "${ONLY:-t16,t4-rank32}" --steps 3000 --compile "${commit[@]}"
 }
@@ -231,6 +237,7 @@ recomputed() { # [5]
 
 parts=(
   tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint merging sparse distilled
+  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

@@ -436,6 +436,29 @@ def test_chained_nodes_work_together_in_any_order_and_leave_the_models_before_th
         merge(tiles(Patcher(Lumina())))
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_a_schedule_follows_the_noise_level(nodes):
+    loaded, case = Patcher(Flux()), inputs(Flux)
+    tiles = {**SPARSE, "schedule": "((0, dense), (0.2, 2), (0.5, 4))"}
+    keep = {**MERGE, "schedule": "((0, 0.75), (0.5, 0.5))", "start_percent": 0.2}
+    x, time, context, named = case
+    dense = loaded.model._forward(x, time, context, transformer_options={}, **named)
+    methods = {"tiles": (nodes.FoveateHilbertA, tiles), "keep": (nodes.FoveateToMA, keep)}
+    for option, (node, given) in methods.items():
+        scheduled = node.execute(loaded, **given)
+        (wrapper,) = scheduled.wrappers.values()
+        for sigma, value in ((0.95, None), (0.8, 2), (0.5, 4), (0.1, 4)):
+            got = run(wrapper, loaded.model, case, sigma=sigma)
+            if value is None:
+                assert torch.equal(got, dense)
+                continue
+            plain = {**given, "schedule": "", option: {2: 0.75, 4: 0.5}[value] if option == "keep" else value}
+            (alone,) = node.execute(loaded, **plain).wrappers.values()
+            assert torch.equal(got, run(alone, loaded.model, case, sigma=sigma))
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            node.execute(loaded, **{**given, "schedule": "0: dense"})
+
+
 def test_a_preset_has_all_its_methods(nodes, tmp_path):
     models = [{"class": "FluxTransformer2DModel", "config": {}}]
     path, methods = tmp_path / "preset.json", (HilbertA(tiles=4, slide="curve"), ToMA(skip=1))

@@ -159,6 +159,31 @@ for methods in {HILBERTA}, [{TOMA}], [foveate.HilbertA(tiles=4), {TOMA}]:
         assert all(other == first for other in others), methods
 """
 
+SCHEDULE = """
+class Pipeline:
+    transformer, scheduler = tiny.flux(**tiny.FAMILIES["flux"].wide, dtype=torch.float32), None
+tiles, top_k = ((0.0, "dense"), (0.2, 2), (0.4, 4), (0.6, 8)), ((0.0, "dense"), (0.2, 4), (0.4, 2), (0.6, 1))
+keep = ((0.0, 0.75), (0.2, "dense"), (0.4, 0.5), (0.6, 0.25))
+hilberta, toma = foveate.HilbertA(tiles=tiles), foveate.ToMA(keep=keep, skip=0)
+for methods in [hilberta], [foveate.LLSA(top_k=top_k, min_tokens=0)], [toma], [hilberta, toma]:
+    torch._dynamo.reset()
+    pipeline = Pipeline()
+    steps = [tiny.at(x, left) for left in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
+    with foveate.apply(pipeline, *methods):
+        wanted = [tiny.call(pipeline.transformer, step) for step in steps]
+    pipeline.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+    counters.clear()
+    with foveate.apply(pipeline, *methods):
+        for step, want in zip(steps, wanted, strict=True):
+            near(tiny.call(pipeline.transformer, step), want)
+        seen = graphs()
+        assert seen <= 8, (methods, seen)  # one for each of four settings and two classes of blocks
+        for step, want in zip(steps, wanted, strict=True):  # a second image is free
+            near(tiny.call(pipeline.transformer, step), want)
+        assert graphs() == seen, (graphs(), seen)
+    Pipeline.transformer = tiny.flux(**tiny.FAMILIES["flux"].wide, dtype=torch.float32)
+"""
+
 REGIONAL_AFTER = """
 run = foveate.apply(model, foveate.HilbertA(tiles=4, dense_layers="0"))
 mixed = model(**x)[0]
@@ -292,6 +317,7 @@ SCRIPTS = {
     "more families": pytest.param("".join(FAMILY.format(case=case) for case in MORE_CASES), marks=pytest.mark.gpu),
     "prompts of different length": slow(RAGGED),
     "fixed addresses": slow(ADDRESSES),
+    "schedules": slow(SCHEDULE),
     "after apply, step caches, and whole models": slow(
         REGIONAL_AFTER + CACHED + "".join(ANEW + WHOLE.format(compile=compile) for compile in WHOLE_MODELS)
     ),

@@ -77,7 +77,7 @@ def test_unsupported_head_dims_stay_dense():
     ("options", "message"),
     [
         ({"top_k": 0}, "top_k must be 1 or more, not 0"),
-        ({"top_k": 2.5}, "top_k must be a whole number, not 2.5"),
+        ({"top_k": 2.5}, "top_k must be a whole number or a schedule, .*, not 2.5"),
         ({"block_size": 8}, "block_size must be one of 16, 32, 64, not 8"),
         ({"block_size": 16.0}, "block_size must be a whole number, not 16.0"),
         ({"levels": 2.0}, "levels must be a whole number or None, not 2.0"),

@@ -21,7 +21,7 @@ from foveate.nn.pixel_dit import PixelDiT
 from foveate.pipelines.request import Request, draw
 from foveate.tuning import measure
 from foveate.tuning.similarity import psnr, ssim
-from foveate.tuning.tune import _dense_layers, _weights, settings
+from foveate.tuning.tune import Setting, _dense_layers, _weights, settings
 
 PROMPTS = ["a cat", "an owl", "a car"]
 METHODS = [ToMA(keep=0.5, tile=(4, 4), skip=0), HilbertA(tiles=4)]
@@ -251,6 +251,42 @@ def test_the_settings_are_those_that_no_other_one_beats():
     assert [layers for layers, *_ in _dense_layers(layers[methods[0]])] == [[], [0]]
 
 
+def test_schedules_of_two_candidates_are_among_the_settings():
+    """Errors weigh little in late steps: first few tiles, then many, beats each of both from any step on."""
+    steps, methods = 10, [HilbertA(tiles=4), HilbertA(tiles=16), HilbertA(tiles=4, centre=0), ToMA()]
+    ratios, errors = (0.6, 0.3, 0.99, 0.99), (0.1, 0.3, 1.0, 1.0)
+    costs = {
+        method: {"ratio": ratio, "steps": [0, 9], "errors": [error, error]}
+        for method, ratio, error in zip(methods, ratios, errors, strict=True)
+    }
+    weights = torch.linspace(1, 0.1, steps).numpy()
+    front = settings(methods, costs, {method: [] for method in methods}, weights, {}, 1.0)
+    assert [one.time for one in front] == sorted(one.time for one in front)
+    assert [one.error for one in front] == sorted((one.error for one in front), reverse=True)
+    scheduled = [one for one in front if len(one.method.schedule) > 1]
+    assert len(scheduled) >= 3
+    for one in scheduled:  # by hand
+        cost, error = 0.0, 0.0
+        for i in range(steps):
+            tiles = [value for start, value in one.method.tiles if start <= i / steps][-1]
+            cost += {"dense": 1.0, 4: 0.6, 16: 0.3}[tiles]
+            error += ({"dense": 0.0, 4: 0.1, 16: 0.3}[tiles] * weights[i]) ** 2
+            plain = one.in_step(i / steps)
+            assert plain == (None if tiles == "dense" else HilbertA(tiles=tiles))
+        assert one.time == pytest.approx(cost / steps)
+        assert one.error == pytest.approx(math.sqrt(error))
+        assert list(one.active(steps)) == [one.in_step(i / steps) is not None for i in range(steps)]
+
+
+def test_a_schedule_that_is_chosen_has_its_measured_gain(pipe, tuned, monkeypatch):
+    schedule = HilbertA(tiles=((0.0, "dense"), (0.2, 2), (0.5, 4)))
+    monkeypatch.setattr("foveate.tuning.tune.settings", lambda *_: [Setting(schedule, None, 0.1, 0.9)])
+    preset = tuned(Budget(-math.inf), methods=[HilbertA(tiles=2), HilbertA(tiles=4)])
+    assert preset.methods == (schedule,)
+    assert preset.evidence["speed_up"] == pytest.approx(4 / (1 + 3 * TIMES[HilbertA]))  # three of four steps
+    assert preset.evidence["active_steps"] == 0.75
+
+
 @pytest.mark.parametrize("layers", [set(), {0}, {0, 1, 2}, {1, 3, 4, 9}])
 def test_layers_as_text_are_read_back(layers):
     assert HilbertA(dense_layers=layer_ranges(layers)).dense_layer_set() == layers
@@ -322,6 +358,7 @@ def test_shipped_presets_are_of_the_built_in_model_and_have_their_evidence(path)
         ("a cat", {}, "two prompts"),
         (PROMPTS, {"methods": []}, "name the methods"),
         (PROMPTS, {"methods": [HilbertA(start_percent=0.1)]}, "leave them out of HilbertA"),
+        (PROMPTS, {"methods": [HilbertA(tiles=((0.0, "dense"), (0.5, 4)))]}, "schedules: leave them out of HilbertA"),
         (PROMPTS, {"size": (65, 64)}, "does not fit"),
         (PROMPTS, {"size": 64}, "such as"),
         (PROMPTS, {"steps": 0}, "1 or more, not 0"),

@@ -10,6 +10,7 @@ import copy
 import threading
 import traceback
 from collections import Counter
+from statistics import mean
 from types import MethodType
 from typing import Any
 
@@ -79,6 +80,7 @@ class ModelAdapter:
         shown: Decisions of the last forward pass with a method at work, or of the last if there was none.
         outcomes: Number of computed forward passes by the reason why they were dense; "" counts those with a method
             at work.
+        settings: What was at work in computed forward passes, by title: their number, and the decisions of the last.
         skipped: Number of forward passes that the step cache skipped.
     """
 
@@ -90,7 +92,8 @@ class ModelAdapter:
         late = [*(not method.always for method in methods), cache is not None and cache.start_percent > 0]
         if pipeline is None and any(late):
             raise ValueError(
-                "start_percent and end_percent need a scheduler to tell the step: apply to the pipeline, not the model"
+                "start_percent, end_percent and schedules need a scheduler to tell the step: apply to the pipeline, "
+                "not the model"
             )
         card.check(model, methods)
         self.model, self.card, self.clock = model, card, Clock(pipeline)
@@ -98,6 +101,7 @@ class ModelAdapter:
         self.groups: list[MergeGroup] = []
         self.blocks: list[MergedBlock] = []
         self.outcomes, self.skipped = Counter[str](), 0
+        self.settings: dict[str, tuple[int, dict[nn.Module, Decision]]] = {}
         self._replaced: list[tuple[nn.Module, Any, Any]] = []  # attention modules, original and new processor
         self._hooks: list[Any] = []
         self._rotations = Rotations(card)
@@ -207,7 +211,7 @@ class ModelAdapter:
         self.groups = [*groups.values()]
         if not self.layers:
             raise ValueError(f"this {type(self.model).__name__} has no self-attention that foveate knows")
-        if self.merging and self.merging.keep < 1 and not self.groups:
+        if self.merging and min(self.merging.settings, default=1) < 1 and not self.groups:
             raise ValueError(
                 f"no block is left to merge with skip={self.merging.skip} and these dense_layers: skip fewer"
             )
@@ -325,9 +329,11 @@ class ModelAdapter:
 
     def _count(self, decisions: dict[nn.Module, Decision], output: Any) -> None:
         """Count a computed forward pass, and show its decisions if a method was at work."""
-        at_work = any(stack.attention or stack.regions for stack in decisions.values())
+        at_work = next(filter(None, (stack.title for stack in decisions.values())), "")
         if output is not None:
             self.outcomes["" if at_work else next(iter(decisions.values())).why] += 1
+        if output is not None and at_work:
+            self.settings[at_work] = self.settings.get(at_work, (0, {}))[0] + 1, decisions
         if at_work or not self.outcomes[""] or any(stack.dense_layers for stack in decisions.values()):
             self.shown = decisions
 
@@ -392,4 +398,14 @@ class ModelAdapter:
 
     def report(self) -> list[LayerReport]:
         """What each layer did, in running order: see `Handle.summary`."""
-        return [report(layer, self.shown[layer.holder], self.card, self.merging) for layer in self.layers]
+        return self._report(self.shown)
+
+    def _report(self, decisions: dict[nn.Module, Decision]) -> list[LayerReport]:
+        return [report(layer, decisions[layer.holder], self.card, self.merging) for layer in self.layers]
+
+    def skipped_pairs(self) -> dict[str, tuple[int, float]]:
+        """What was at work, by title: number of forward passes, and mean fraction of pairs skipped in a layer."""
+        return {
+            title: (passes, mean(layer.true for layer in self._report(decisions)))
+            for title, (passes, decisions) in self.settings.items()
+        }

@@ -43,6 +43,7 @@ class Handle:
             {name: adapter.outcomes for name, adapter in self._adapters.items()},
             self._replaced(),
             {name: adapter.skipped for name, adapter in self._adapters.items()},
+            {name: adapter.skipped_pairs() for name, adapter in self._adapters.items()},
         )
 
     def __repr__(self) -> str:

@@ -25,7 +25,7 @@ from foveate.diffusers.card import Card, TokenLayout
 from foveate.diffusers.clock import Clock, Step
 from foveate.diffusers.merging import MergedBlock, MergeGroup, MergePass, keeps_state
 from foveate.methods import Method
-from foveate.methods.base import AttentionPlan, DenseFallback, SparseAttention, TokenMerging
+from foveate.methods.base import AttentionPlan, DenseFallback, DenseStep, SparseAttention, TokenMerging
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import inverse_order
 from foveate.ops.joint_attention import LogLinear, Pattern
@@ -37,8 +37,7 @@ __all__ = ["Decision", "ForwardPass", "Layer", "Planner", "sequence_order"]
 log = logging.getLogger("foveate")
 
 T = TypeVar("T")
-
-OUTSIDE = "this step lies outside start_percent to end_percent"  # as the user wants it: no warning
+M = TypeVar("M", bound=Method)
 
 # Tables of compiled blocks, for as long as there is the block: its CUDA graphs, which outlive the adapter, read their
 # schedules, which are freed with them.
@@ -111,6 +110,7 @@ class Decision(NamedTuple):
             dense.
         regions: Regions within which tokens merge, those of one process if several share the tokens; None if they
             do not merge.
+        merging: The method of token merging, with the options that it has in this step; None if tokens do not merge.
         why: Why the stack is dense.
         context: Config of the context parallelism that divides the tokens over processes; None without it.
         batch: Number of samples.
@@ -123,6 +123,7 @@ class Decision(NamedTuple):
     layouts: tuple[TokenLayout, ...] = ()
     attention: dict[int, AttentionPlan] | None = None
     regions: Regions | None = None
+    merging: TokenMerging | None = None
     why: str = "no forward yet"
     context: Any = None
     batch: int = 0
@@ -144,6 +145,12 @@ class Decision(NamedTuple):
     def kept(self) -> int:
         """Number of image tokens after merging, of all processes."""
         return self.regions.kept * self.layout.only_images().tokens // len(self.regions.order)
+
+    @property
+    def title(self) -> str:
+        """What is at work, such as "HilbertA T=4 + ToMA keep=0.5"; empty if the stack is dense."""
+        attention = next(iter(self.attention.values())) if self.attention else None
+        return " + ".join(part.title for part in (attention, self.regions and self.merging) if part)
 
     @property
     def period(self) -> int:
@@ -315,9 +322,10 @@ class Planner:
             self.grids = ()  # tell it once
         attention, why_not_sparse = self._ask(self.sparse, lambda: self._attention(now, layers, inputs, stack))
         stack = stack._replace(attention=attention)
-        regions, why_not_merged = self._ask(self.merging, lambda: self._regions(now, layers, inputs, stack))
+        merged, why_not_merged = self._ask(self.merging, lambda: self._regions(now, layers, inputs, stack))
+        merging, regions = merged or (None, None)
         why = "" if attention or regions else why_not_sparse or why_not_merged or "the preset is a step cache alone"
-        return stack._replace(regions=regions, why=why)
+        return stack._replace(regions=regions, merging=merging, why=why)
 
     def step(self, now: ForwardPass) -> Step:
         """Position of a forward pass in its denoising run."""
@@ -334,7 +342,8 @@ class Planner:
             return decide(), ""
         except DenseFallback as reason:
             why = str(reason)
-            if not self.clock.caller.paused and why != OUTSIDE and why not in self._logged:
+            wanted = self.clock.caller.paused or isinstance(reason, DenseStep)
+            if not wanted and why not in self._logged:
                 log.warning("%s stays dense: %s", type(method).__name__, why)
                 self._logged.add(why)
             return None, why
@@ -344,14 +353,14 @@ class Planner:
     ) -> dict[int, AttentionPlan]:
         """Plan of sparse attention for each number of text tokens."""
         layers = [layer for layer in layers if layer.sparse]
-        self._check(self.sparse, now, inputs, stack)
+        sparse = self._at_work(self.sparse, now, inputs, stack)
         if not layers:
             raise DenseFallback("every layer is named in dense_layers")
         if not any(dispatches(layer.attn.processor) for layer in layers):
             raise DenseFallback(layers[0].replaced)
-        self.sparse.check_head_dim(layers[0].head_dim)
+        sparse.check_head_dim(layers[0].head_dim)
         texts = {sample.text if layer.joint else 0 for layer in layers for sample in stack.layouts}
-        plan = partial(self.sparse.plan, stack.layout.grids, device=str(stack.device))
+        plan = partial(sparse.plan, stack.layout.grids, device=str(stack.device))
         try:
             return {text: plan(text) for text in sorted(texts, reverse=True)}
         except ValueError as reason:
@@ -359,21 +368,23 @@ class Planner:
                 raise
             raise DenseFallback(str(reason)) from None  # in a UNet the setting may fit other parts
 
-    def _regions(self, now: ForwardPass, layers: list[Layer], inputs: dict[str, Any], stack: Decision) -> Regions:
-        """The regions within which tokens merge."""
-        if self.merging.keep == 1:
+    def _regions(
+        self, now: ForwardPass, layers: list[Layer], inputs: dict[str, Any], stack: Decision
+    ) -> tuple[TokenMerging, Regions]:
+        """The method of token merging in this step, and the regions within which tokens merge."""
+        merging = self._at_work(self.merging, now, inputs, stack)
+        if merging.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
-        self._check(self.merging, now, inputs, stack)
         self._check_merging(now, [layer for layer in layers if layer.group], stack)
-        if self.step(now).number % self.merging.merge_every:
-            raise DenseFallback(f"this is no step that merges: merge_every={self.merging.merge_every}")
+        if self.step(now).number % merging.merge_every:
+            raise DenseFallback(f"this is no step that merges: merge_every={merging.merge_every}")
         grids = stack.layout.grids
         if stack.attention:
-            return self.merging.regions_along(next(iter(stack.attention.values())), grids[0])
-        regions = self.merging.regions(grids, device=str(stack.device))
-        return regions if stack.ranks == 1 else self._regions_of_rank(regions, stack)
+            return merging, merging.regions_along(next(iter(stack.attention.values())), grids[0])
+        regions = merging.regions(grids, device=str(stack.device))
+        return merging, regions if stack.ranks == 1 else self._regions_of_rank(merging, regions, stack)
 
-    def _regions_of_rank(self, regions: Regions, stack: Decision) -> Regions:
+    def _regions_of_rank(self, merging: TokenMerging, regions: Regions, stack: Decision) -> Regions:
         """Regions of the rows or frames that each process holds under context parallelism, alike in all of them.
 
         Raises:
@@ -381,19 +392,19 @@ class Planner:
         """
         (sides, *references), ranks = stack.layout.grids, stack.ranks
         if not references and sides[0] % ranks == 0:
-            part = self.merging.regions(((sides[0] // ranks, *sides[1:]),), device=str(stack.device))
+            part = merging.regions(((sides[0] // ranks, *sides[1:]),), device=str(stack.device))
             if regions.groups == tuple(group._replace(number=ranks * group.number) for group in part.groups):
                 return part
         raise DenseFallback(f"regions to merge within cross the borders between the tokens of {ranks} devices")
 
     # --- what keeps a method from working: each raises a DenseFallback ---
 
-    def _check(self, method: Method, now: ForwardPass, inputs: dict[str, Any], stack: Decision) -> None:
-        """Checks for any method."""
+    def _at_work(self, method: M, now: ForwardPass, inputs: dict[str, Any], stack: Decision) -> M:
+        """The method with the options that it has in this step, after checks for any method."""
         if self.clock.caller.paused:
             raise DenseFallback("paused")
-        if not method.always and not method.covers(self.step(now).progress):
-            raise DenseFallback(OUTSIDE)
+        if not method.always:
+            method = method.at_progress(self.step(now).progress)
         method.check_tokens(stack.layout.only_images().tokens)
         if self.card.padding_mask != "attention_mask" and any(
             given.get("attention_mask") is not None for given in (inputs, *attention_kwargs(now))
@@ -403,6 +414,7 @@ class Planner:
             if stack.layout.references or stack.layout.keys:
                 raise DenseFallback("text or references with keys and no queries are whole on one device only")
             check_context(stack.context, stack.layout.streams(), stack.ranks)
+        return method
 
     def _what_keeps_tokens(self) -> str:
         """What in the model keeps tokens from merging; empty if nothing does."""

@@ -72,7 +72,7 @@ def report(layer: "Layer", stack: "Decision", card: "Card", merging: "TokenMergi
         saved += 2 * merged_weights(layer, card) * (image - stack.kept) * stack.batch
     return LayerReport(
         layer.name,
-        " + ".join([*([plan.title] if plan else []), *([merging.title] if merges else [])]),
+        " + ".join([*([plan.title] if plan else []), *([stack.merging.title] if merges else [])]),
         "model" if pattern is None else backend_of(pattern, stack.device, stack.dtype, layer.head_dim),
         1 - (1 - (plan.nominal_sparsity if plan else 0)) * (kept / image) ** 2,
         (every_pair - pairs) / (every_pair + to_keys_alone),
@@ -118,12 +118,15 @@ class Summary(NamedTuple):
             those with a method at work.
         replaced: Denoisers that were replaced in the pipeline since `apply`; they run dense.
         skipped: Number of forward passes of each denoiser that a step cache skipped since `apply`.
+        settings: What was at work in each denoiser since `apply`, by title; several with a schedule. Each has its
+            number of forward passes, and the mean fraction of pairs that a layer skips.
     """
 
     models: dict[str, list[LayerReport]]
     outcomes: dict[str, Counter[str]]
     replaced: frozenset[str] = frozenset()
     skipped: Mapping[str, int] = {}
+    settings: Mapping[str, Mapping[str, tuple[int, float]]] = {}
 
     @property
     def layers(self) -> list[LayerReport]:
@@ -136,6 +139,7 @@ class Summary(NamedTuple):
             name: {
                 "sparse_forwards": self.outcomes[name][""],
                 "dense_forwards": {why: count for why, count in self.outcomes[name].items() if why},
+                "settings": {title: passes for title, (passes, _) in self.settings.get(name, {}).items()},
                 "skipped_forwards": self.skipped.get(name, 0),
                 "replaced": name in self.replaced,
                 "layers": [layer._asdict() for layer in layers],
@@ -169,9 +173,14 @@ class Summary(NamedTuple):
         return "".join(parts) or "no method is applied"
 
     def _title(self, name: str) -> str:
-        """Text such as "transformer: 14 of 28 forward passes sparse; 14 dense: this step lies outside ..."."""
+        """Text such as "transformer: 14 of 28 forward passes sparse; 14 dense: this step lies outside ...".
+
+        With a schedule "14 of 28 forward passes sparse (6 HilbertA T=4, 8 HilbertA T=16)".
+        """
         outcomes, skipped = self.outcomes[name], self.skipped.get(name, 0)
         texts = [f"{name}: {outcomes['']} of {outcomes.total() + skipped} forward passes sparse"]
+        if len(settings := self.settings.get(name, {})) > 1:
+            texts[0] += f" ({', '.join(f'{passes} {title}' for title, (passes, _) in settings.items())})"
         texts += [f"{skipped} skipped by the step cache"] if skipped else []
         texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why]
         if name in self.replaced:

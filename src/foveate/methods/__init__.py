@@ -7,6 +7,7 @@ from typing import Any
 
 from foveate.methods.base import ComposedMethod, Method, sparse_and_merging
 from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.baselines.progressive import ProgressiveResolution
 from foveate.methods.baselines.todo import ToDo
 from foveate.methods.baselines.tomesd import ToFu, ToMeSD
 from foveate.methods.hilberta import HilbertA
@@ -25,6 +26,7 @@ __all__ = [
     "HilbertA",
     "InfoFlowKV",
     "Method",
+    "ProgressiveResolution",
     "SubCP",
     "ToDo",
     "ToFu",
@@ -88,7 +90,8 @@ def options_in(text: str) -> dict[str, str]:
     Raises:
         ValueError: If an option has no value.
     """
-    parts = re.split(r",(?![^(]*\))", text)  # not at a comma within parentheses
+    within = r"\((?:[^()]|\([^()]*\))*\)"  # parentheses, and one level within
+    parts = re.findall(rf"(?:[^,()]|{within}|[()])+", text)  # not at a comma within them
     pairs = [part.strip().partition("=") for part in parts if part.strip()]
     if bare := [name for name, equals, _ in pairs if not equals]:
         raise ValueError(f"option {bare[0]} has no value: write {bare[0]}=VALUE")
@@ -104,6 +107,11 @@ def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputeP
     return _from_text(RECOMPUTE_POLICIES, name, options)
 
 
+def _quoted(text: str) -> str:
+    """The text of a schedule with quotes around its words, which shells take off: ((0, dense), (0.2, 4))."""
+    return re.sub(r"""["']?\b(dense|auto)\b["']?""", r'"\1"', text)
+
+
 def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> Any:
     if name not in methods:
         raise ValueError(f"unknown method {name!r}{suggestion(name, methods)}: choose one of {', '.join(methods)}")
@@ -113,7 +121,7 @@ def _from_text(methods: dict[str, Any], name: str, options: dict[str, str]) -> A
     values: dict[str, object] = {}
     for option, text in options.items():
         try:
-            values[option] = text if types[option] is str else literal_eval(LITERALS.get(text, text))
+            values[option] = text if types[option] is str else literal_eval(LITERALS.get(text, _quoted(text)))
         except (ValueError, SyntaxError):
             values[option] = text
     return cls(**values)

@@ -2,9 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import prod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
@@ -17,8 +18,10 @@ __all__ = [
     "AttentionPlan",
     "ComposedMethod",
     "DenseFallback",
+    "DenseStep",
     "Grid",
     "Method",
+    "Schedule",
     "SparseAttention",
     "TokenMerging",
     "default_skip",
@@ -34,9 +37,20 @@ class DenseFallback(ValueError):
     """
 
 
+class DenseStep(DenseFallback):
+    """The options of a method leave a step dense, as the user wants it: no warning."""
+
+
+Schedule = tuple[tuple[float, Any], ...]
+"""Values of an option, each with the fraction of the denoising steps, from 0 on, from which it holds; or "dense"."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Options that all methods share.
+
+    One option of a method, `scheduled`, may change during the run: `HilbertA(tiles=((0.0, "dense"), (0.2, 4),
+    (0.5, 16)))` is dense in the first fifth of the steps, has 4 tiles up to the middle, and then 16.
 
     Attributes:
         dense_layers: Attention layers that stay dense, counted from 0 through the whole model: text such as
@@ -50,6 +64,9 @@ class Method:
     start_percent: float = 0.0
     end_percent: float = 1.0
     min_tokens: int = 0
+
+    scheduled: ClassVar[str] = ""
+    """Name of the option that takes a `Schedule`; empty if none does."""
 
     def __new__(cls, *args: object, **options: object):
         """Reject unknown options and suggest the most similar known one."""
@@ -69,6 +86,12 @@ class Method:
             )
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be 0 or more, not {self.min_tokens}")
+        if self.scheduled and isinstance(value := getattr(self, self.scheduled), tuple | list):
+            schedule = _checked(self.scheduled, value)
+            plain = schedule[0][1]
+            object.__setattr__(self, self.scheduled, schedule if len(schedule) > 1 else plain)
+            for setting in self.settings:
+                replace(self, **{self.scheduled: setting})
 
     @property
     def title(self) -> str:
@@ -80,6 +103,31 @@ class Method:
         values = ((name, getattr(self, name), getattr(type(self), name)) for name in names)
         # by repr, since True == 1
         return ",".join(f" {name}={value}" for name, value, default in values if repr(value) != repr(default))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The scheduled option in all steps: a plain value holds from 0 on. Empty if no option takes a schedule."""
+        value: Any = getattr(self, self.scheduled) if self.scheduled else ()
+        return value if isinstance(value, tuple) else ((0.0, value),)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Values of the scheduled option, in the order of the steps, without "dense"."""
+        return tuple(value for _, value in self.schedule if value != "dense")
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """The method with each setting of its schedule, in the order of the steps; itself if it has no schedule."""
+        if len(self.schedule) < 2:
+            return (self,)
+        return tuple(replace(self, **{self.scheduled: setting}) for setting in self.settings)
+
+    @property
+    def schedule_title(self) -> str:
+        """The scheduled option in titles: "4", or "(dense, 4 from 0.2, 16 from 0.5)"."""
+        texts = [f"{value:g}" if isinstance(value, float) else str(value) for _, value in self.schedule]
+        texts[1:] = [f"{text} from {start:g}" for text, (start, _) in zip(texts, self.schedule, strict=True)][1:]
+        return f"({', '.join(texts)})" if texts[1:] else texts[0]
 
     @property
     def parts(self) -> tuple["Method", ...]:
@@ -116,11 +164,42 @@ class Method:
     @property
     def always(self) -> bool:
         """Whether the method is active in every step, whatever the step number."""
-        return (self.start_percent, self.end_percent) == (0, 1)
+        return (self.start_percent, self.end_percent) == (0, 1) and len(self.schedule) < 2
+
+    def at_progress(self, progress: float) -> Any:
+        """The method with the plain options that it has at this fraction of the denoising steps, 0 to 1.
+
+        Raises:
+            DenseStep: If it leaves this step dense.
+        """
+        if not self.start_percent <= progress <= self.end_percent:
+            raise DenseStep("this step lies outside start_percent to end_percent")
+        if len(self.schedule) < 2:
+            return self
+        value = [value for start, value in self.schedule if start <= progress][-1]
+        if value == "dense":
+            raise DenseStep(f"the schedule of {self.scheduled} leaves this step dense")
+        return replace(self, **{self.scheduled: value})
 
     def covers(self, progress: float) -> bool:
         """Whether the method is active at this fraction of the denoising steps, 0 to 1."""
-        return self.start_percent <= progress <= self.end_percent
+        try:
+            self.at_progress(progress)
+        except DenseStep:
+            return False
+        return True
+
+    def check_plain(self) -> None:
+        """Check that no option is a schedule.
+
+        Raises:
+            ValueError: If one is.
+        """
+        if len(self.schedule) > 1:
+            raise ValueError(
+                f"{self.scheduled} is a schedule, and a plan holds for one of its settings: take that of a step, as "
+                f"method.at_progress({self.schedule[-1][0]:g})"
+            )
 
 
 class ComposedMethod(NamedTuple):
@@ -136,6 +215,27 @@ class ComposedMethod(NamedTuple):
     def title(self) -> str:
         """The titles of the methods."""
         return " + ".join(method.title for method in self.parts)
+
+
+def _checked(name: str, schedule: Sequence[Any]) -> Schedule:
+    """The schedule of an option as tuples; raises a ValueError if it is none."""
+    try:
+        pairs = [(start + 0.0, value) for start, value in schedule]
+        starts = [start for start, _ in pairs]
+    except (TypeError, ValueError):
+        pairs, starts = [], list[float]()
+    if not pairs or any(isinstance(value, tuple | list) for _, value in pairs):
+        raise ValueError(
+            f'a schedule of {name} has pairs of a fraction of the run and a value, ((0.0, "dense"), (0.2, value)), '
+            f"not {schedule!r}"
+        )
+    if starts[0] != 0:
+        raise ValueError(f'the schedule of {name} begins at {starts[0]}: put (0.0, "dense") first')
+    if any(not before < after < 1 for before, after in pairwise(starts)):
+        raise ValueError(f"the fractions in the schedule of {name} must grow and stay below 1, not {starts}")
+    if all(value == "dense" for _, value in pairs):
+        raise ValueError(f"the schedule of {name} is dense in every step: leave the method out")
+    return tuple(pairs)
 
 
 def layer_ranges(layers: Iterable[int]) -> str:
@@ -232,7 +332,8 @@ class TokenMerging(Method):
     """A method that runs layers on fewer image tokens.
 
     Attributes:
-        keep: Fraction of image tokens to keep, above 0 and up to 1. Papers give the fraction removed.
+        keep: Fraction of image tokens to keep, above 0 and up to 1, or a schedule of such fractions. Papers give the
+            fraction removed.
         granularity: "module" merges and unmerges around each module of a block. "block" merges before the first of
             several blocks and unmerges their change after the last.
         skip: Number of leading blocks of each kind that stay dense. None: the first five double blocks of FLUX; a
@@ -246,7 +347,7 @@ class TokenMerging(Method):
         merge_every: Merge in every n-th step only; the others are dense.
     """
 
-    keep: float = 0.5
+    keep: float | Schedule = 0.5
     granularity: Literal["module", "block"] = "module"
     skip: int | None = None
     merge_attn: bool = True
@@ -256,16 +357,19 @@ class TokenMerging(Method):
     weights_every: int = 1
     merge_every: int = 1
 
+    scheduled: ClassVar[str] = "keep"
+
     per_block: ClassVar[bool] = False
     """Whether every block makes its own plan. Otherwise blocks of a kind share one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.keep <= 1:
-            raise ValueError(
-                f"keep is the fraction of tokens kept, above 0 and up to 1, not {self.keep}; papers give the fraction "
-                "removed: 0.75 there is keep=0.25"
-            )
+        for keep in self.settings:
+            if not 0 < keep <= 1:
+                raise ValueError(
+                    f"keep is the fraction of tokens kept, above 0 and up to 1, not {keep}; papers give the fraction "
+                    "removed: 0.75 there is keep=0.25"
+                )
         for name in ("dst_every", "weights_every", "merge_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is a number of steps, 1 or more, not {getattr(self, name)}")
@@ -288,7 +392,7 @@ class TokenMerging(Method):
     def title(self) -> str:
         """Name, `keep`, and the options that differ from their defaults."""
         others = (field.name for field in fields(self) if field.name != "keep")
-        return f"{type(self).__name__} keep={self.keep:g}{self.non_defaults(others)}"
+        return f"{type(self).__name__} keep={self.schedule_title}{self.non_defaults(others)}"
 
     def merging_blocks(self, count: int, skip: int, first: int = 0) -> list[bool]:
         """Merge flags of the blocks of one kind.

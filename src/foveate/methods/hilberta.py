@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, Schedule, SparseAttention
 from foveate.ops.block_table import BlockTable, block_starts, block_table
 from foveate.ops.curves import CURVES, grid_order
 from foveate.utils.cache import persistent
@@ -33,8 +33,8 @@ class HilbertA(SparseAttention):
 
     Attributes:
         period: Number of layers in which the tiles slide by one whole tile. 1 switches sliding off.
-        tiles: Number of tiles. "auto" takes the largest of 16, 8, 4 and 2 that leaves 256 image tokens to a tile, and
-            stays dense if none does.
+        tiles: Number of tiles, or a schedule of such numbers. "auto" takes the largest of 16, 8, 4 and 2 that leaves
+            256 image tokens to a tile, and stays dense if none does.
         slide: Where the tiles slide. "curve" is along the curve, as in the paper: tokens on both sides of a border
             between quadrants of the curve never share a tile. "diagonal" shifts the whole curve over the image, with
             wrap-around at the edges, so that neighbouring tokens share a tile in some layer; it does not combine with
@@ -59,17 +59,20 @@ class HilbertA(SparseAttention):
     """
 
     period: int = 4
-    tiles: int | Literal["auto"] = "auto"
+    tiles: int | Literal["auto"] | Schedule = "auto"
     slide: Literal["auto", "curve", "diagonal"] = "auto"
     centre: float = 0.25
     curve: str = "hilbert"
     reference: Literal["global", "tiled"] = "global"
     align: int | None = None
 
+    scheduled: ClassVar[str] = "tiles"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tiles != "auto" and (not isinstance(self.tiles, int) or self.tiles < 1):
-            raise ValueError(f'tiles must be "auto" or a count of 1 or more, not {self.tiles!r}')
+        for tiles in self.settings:
+            if tiles != "auto" and (not isinstance(tiles, int) or tiles < 1):
+                raise ValueError(f'tiles must be "auto" or a count of 1 or more, not {tiles!r}')
         if not isinstance(self.period, int) or self.period < 1:
             raise ValueError(f"period must be 1 layer or more, not {self.period}; period=1 switches sliding off")
         if not 0 <= self.centre <= 1:
@@ -84,7 +87,7 @@ class HilbertA(SparseAttention):
         """Name, number of tiles, and the options that have an effect without token merging."""
         auto = replace(self, slide="auto")
         shown = auto if auto.slides_along_curve == self.slides_along_curve else self
-        return f"HilbertA T={self.tiles}{shown.non_defaults(IN_TITLE)}"
+        return f"HilbertA T={self.schedule_title}{shown.non_defaults(IN_TITLE)}"
 
     @classmethod
     def showcase(cls) -> tuple["HilbertA", ...]:
@@ -128,6 +131,7 @@ class HilbertA(SparseAttention):
         """
         if text < 0:
             raise ValueError(f"the number of text tokens must be 0 or more, not {text}")
+        self.check_plain()
         return _plan(self, grids, text, block, device)
 
     def chosen_for(self, grid: Grid) -> "HilbertA":
@@ -143,20 +147,21 @@ class HilbertA(SparseAttention):
 
     def tiles_for(self, grid: Grid) -> int:
         """Number of tiles of an image or video with this grid of tokens; errors as in `plan`."""
-        cells = prod(grid)
-        if self.tiles == "auto":
-            fitting = [tiles for tiles in (16, 8, 4, 2) if cells // tiles >= 256]
+        self.check_plain()
+        tiles, cells = self.settings[0], prod(grid)
+        if tiles == "auto":
+            fitting = [count for count in (16, 8, 4, 2) if cells // count >= 256]
             if not fitting:
                 raise DenseFallback(
                     f"{' x '.join(map(str, grid))} image tokens are too few: tiles are used from 512 tokens on"
                 )
             return fitting[0]
-        if self.tiles > 1 and cells // self.tiles < 32:
+        if tiles > 1 and cells // tiles < 32:
             raise ValueError(
-                f"tiles need 32 tokens or more: {cells} image tokens cannot make {self.tiles} tiles; "
+                f"tiles need 32 tokens or more: {cells} image tokens cannot make {tiles} tiles; "
                 f'use tiles<={max(1, cells // 32)} or tiles="auto"'
             )
-        return self.tiles
+        return tiles
 
 
 class _Curve(NamedTuple):

@@ -10,11 +10,11 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from foveate.methods.base import AttentionPlan, DenseFallback, Grid, SparseAttention
+from foveate.methods.base import AttentionPlan, DenseFallback, Grid, Schedule, SparseAttention
 from foveate.ops.curves import CURVES, grid_order
 from foveate.ops.hierarchical_pooling import MAX_LEVELS, check_head_dim, check_options
 from foveate.ops.joint_attention import LogLinear
@@ -32,7 +32,8 @@ class LLSA(SparseAttention):
     """Log-linear sparse attention. `enrich=False` with a `top_k` of all blocks is exactly the dense model.
 
     Attributes:
-        top_k: Number of nodes that each node selects, and so of blocks read token by token.
+        top_k: Number of nodes that each node selects, and so of blocks read token by token; or a schedule of such
+            numbers.
         block_size: Number of tokens in a block, and of children of a node: 16, 32 or 64.
         levels: Number of pooled levels, 1 to 4. None decides by the number of tokens.
         curve: Token order, one of `foveate.ops.curves.CURVES`.
@@ -52,7 +53,7 @@ class LLSA(SparseAttention):
     Source: arXiv 2512.16615.
     """
 
-    top_k: int = 8
+    top_k: int | Schedule = 8
     block_size: int = 16
     levels: int | None = None
     curve: str = "morton"
@@ -60,9 +61,12 @@ class LLSA(SparseAttention):
     reweight: bool = True
     min_tokens: int = 1024
 
+    scheduled: ClassVar[str] = "top_k"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_options(self.top_k, self.block_size, self.levels)
+        for top_k in self.settings:
+            check_options(top_k, self.block_size, self.levels)
         enriched_levels(self.levels or MAX_LEVELS, self.enrich)
         if self.curve not in CURVES:
             raise ValueError(f"unknown curve {self.curve!r}: choose one of {', '.join(CURVES)}")
@@ -71,7 +75,7 @@ class LLSA(SparseAttention):
     def title(self) -> str:
         """Name, `top_k`, and the options that differ from their defaults."""
         others = (*OPTIONS[1:], "curve", "dense_layers", "start_percent", "end_percent")
-        return f"LLSA K={self.top_k}{self.non_defaults(others)}"
+        return f"LLSA K={self.schedule_title}{self.non_defaults(others)}"
 
     def check_head_dim(self, head_dim: int) -> None:
         """Check that heads have 32 to 256 channels.
@@ -96,6 +100,7 @@ class LLSA(SparseAttention):
         Raises:
             ValueError: If `levels` or `enrich` is too large for this number of tokens.
         """
+        self.check_plain()
         return _plan(self, self.enrich is True, grids, text, device)
 
 
@@ -109,7 +114,7 @@ def _plan(method: LLSA, every_level: bool, grids: tuple[Grid, ...], text: int, d
     options: dict[str, Any] = {name: getattr(method, name) for name in OPTIONS}
     pattern = LogLinear(order.new_empty(text), order, options)
     blocks = -(-len(order) // method.block_size)
-    every = f" (all {blocks} blocks)" if method.top_k >= blocks else ""
+    every = f" (all {blocks} blocks)" if options["top_k"] >= blocks else ""
     return AttentionPlan(
         orders=(order,),
         segments=tuple(enumerate(cells)),

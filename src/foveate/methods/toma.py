@@ -84,6 +84,7 @@ class ToMA(TokenMerging):
         Raises:
             DenseFallback: If the image is smaller than a tile.
         """
+        self.check_plain()
         tile = self.tile_of(grids[0])
         if any(side < size for side, size in zip(grids[0][-2:], tile[-2:], strict=True)):
             sides, sizes = (" x ".join(map(str, shape)) for shape in (grids[0], tile))
@@ -108,6 +109,7 @@ class ToMA(TokenMerging):
         Raises:
             ValueError: If no run of 4 tokens or more fits between the borders.
         """
+        self.check_plain()
         order = plan.orders[0]
         # the cache entry must not hold the order, or the order would never be freed
         groups = _RUNS.get([order], (self, plan.segments), lambda: self._runs(plan))
@@ -144,7 +146,7 @@ class ToMA(TokenMerging):
         return merge_adjacent(groups)
 
     def _group(self, *shape: int) -> Group:
-        return Group(1, shape, min(max(1, int(self.keep * prod(shape) + 0.5)), prod(shape)))
+        return Group(1, shape, min(max(1, int(self.settings[0] * prod(shape) + 0.5)), prod(shape)))
 
     def _assign(
         self, features: Float[Tensor, "batch image dim"], group: Group, picks: Tensor | None

@@ -161,9 +161,9 @@ MethodLike = Method | ComposedMethod | Distilled | Preset
 def throughout(method: MethodLike, start: float = 0.0, end: float = 1.0, **options: Any) -> Any:
     """The same method in all steps, or in steps from `start` to `end` (fractions of the run), with these options.
 
-    A preset loses its step cache: all steps are computed.
+    Of a schedule the last setting that is not dense remains. A preset loses its step cache: all steps are computed.
     """
-    parts = tuple(replace(part, start_percent=start, end_percent=end, **options) for part in method.parts)
+    parts = tuple(replace(part.plain[-1], start_percent=start, end_percent=end, **options) for part in method.parts)
     if isinstance(method, Distilled):
         return method._replace(method=parts[0], more=parts[1:])
     return parts[0] if len(parts) == 1 else ComposedMethod(parts)

@@ -187,14 +187,30 @@ def draw(
 
 
 def draw_batch(
-    pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None] = lambda: None
+    pipeline: DiffusionPipeline,
+    requests: Sequence[Request],
+    on_step: Callable[[], None] = lambda: None,
+    *,
+    call: Callable[..., Any] | None = None,
 ) -> list[Any]:
-    """Generate the images or videos of requests that differ in prompt and seed only, in one batch."""
-    output = _call(pipeline, requests, on_step)
+    """Generate the images or videos of requests that differ in prompt and seed only, in one batch.
+
+    Args:
+        pipeline: The pipeline.
+        requests: The requests.
+        on_step: Called after every denoising step.
+        call: Called with the arguments of the pipeline in its place; None calls the pipeline.
+    """
+    output = _call(pipeline, requests, on_step, call)
     return output.frames if makes_video(pipeline) else output.images
 
 
-def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Callable[[], None]) -> Any:
+def _call(
+    pipeline: DiffusionPipeline,
+    requests: Sequence[Request],
+    on_step: Callable[[], None],
+    call: Callable[..., Any] | None,
+) -> Any:
     """Output of the pipeline."""
 
     def after_step(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +233,7 @@ def _call(pipeline: DiffusionPipeline, requests: Sequence[Request], on_step: Cal
     asked |= {name: value for name, value in where_known.items() if name in known}
     with torch.random.fork_rng([pipeline.device] if pipeline.device.type == "cuda" else []):
         torch.manual_seed(shared.seed)  # JoyImage encodes its reference with random numbers outside of the generators
-        return pipeline(
+        return (call or pipeline)(
             prompt=[request.prompt for request in requests],
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
             height=shared.size[0],

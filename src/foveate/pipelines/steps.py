@@ -86,7 +86,7 @@ def time_steps(
 ) -> Iterator[list[float]]:
     """Seconds of one forward pass of the denoiser with each variant, round by round.
 
-    Methods with start_percent or end_percent are timed in an active step.
+    Methods with start_percent or end_percent are timed in an active step, schedules with their last setting.
 
     Args:
         pipeline: The pipeline.

@@ -79,7 +79,10 @@ class Recipe:
         if not 0 <= self.cool_down <= 1:
             raise ValueError(f"cool_down is the last fraction of the steps, 0 to 1, not {self.cool_down}")
         if not self.method.always:
-            raise ValueError("a LoRA is distilled for every noise level: leave start_percent and end_percent out")
+            raise ValueError(
+                "a LoRA is distilled for every noise level: leave start_percent and end_percent out, and take one "
+                f"{self.method.scheduled or 'setting'}, no schedule"
+            )
 
     @property
     def first_rate(self) -> float:

@@ -3,15 +3,16 @@
 1. Every candidate is measured: error and time of a step, error of each group of layers, on recorded dense steps; the
    steps that each step cache skips in an image, and its error.
 2. One candidate shows how much an error in each part of the run matters to the image.
-3. From these the error and time of every setting (candidate, steps, dense layers, step cache) are predicted; the
-   Pareto front is kept.
+3. From these the error and time of every setting (candidate, steps, dense layers, step cache) are predicted, and of
+   schedules that change from one candidate to another during the run; the Pareto front is kept.
 4. Whole images decide: bisection on calibration prompts, then held-out prompts, with settings ever nearer to dense
    until every image is within the budget.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 from math import isfinite, isnan, sqrt
 from pathlib import Path
 from statistics import mean
@@ -114,9 +115,15 @@ class Setting(NamedTuple):
         titles = (part.title for part in (self.method, self.cache) if part)
         return f"{' + '.join(titles)} ({1 / self.time:.2f}x)"
 
+    def in_step(self, progress: float) -> Method | ComposedMethod | None:
+        """What is active at this fraction of the steps, without schedules; None: nothing."""
+        if self.method is None or not self.method.parts[0].covers(progress):
+            return None
+        return self.method.at_progress(progress) if isinstance(self.method, Method) else self.method
+
     def active(self, steps: int) -> Any:
         """Whether the method is active in each step [steps]."""
-        return np.array([self.method is not None and self.method.parts[0].covers(i / steps) for i in range(steps)])
+        return np.array([self.in_step(i / steps) is not None for i in range(steps)])
 
 
 def tune(
@@ -150,7 +157,8 @@ def tune(
         guidance: Guidance scale; None is the pipeline's default.
         frames: Frames of a video; None is the pipeline's default.
         seed: Seed of the first prompt; each next prompt has the next seed.
-        methods: Methods to try, alone or composed. `tune` sets their steps and layers.
+        methods: Methods to try, alone or composed. `tune` sets their steps and layers, and tries schedules of two that
+            differ in their number of tiles, top_k or fraction to keep only.
         caches: Step caches to try, alone and with every method; none for models that have a cache of their own.
         out: Folder for images and measurements; an interrupted run resumes from it, and a run with another budget
             reuses them. None keeps nothing.
@@ -212,7 +220,14 @@ def settings(
             ratio = 1 - (1 - cost["ratio"]) * saving_left
             for cache, computed, error in cached:
                 whole = sqrt(error + (squares * computed)[active].sum() * error_left)
-                found.append(Setting(limited, cache, whole, _time(computed, skipped, active, ratio)))
+                found.append(Setting(limited, cache, whole, _time(computed, skipped, np.where(active, ratio, 1.0))))
+    for scheduled, in_steps in _schedules(methods, steps):
+        ratios = np.array([costs[method]["ratio"] if method else 1.0 for method in in_steps])
+        by_step = [_by_step(costs[method], steps)[i] if method else 0.0 for i, method in enumerate(in_steps)]
+        squares = (weights * np.array(by_step)) ** 2
+        for cache, computed, error in cached:
+            whole = sqrt(error + (squares * computed).sum())
+            found.append(Setting(scheduled, cache, whole, _time(computed, skipped, ratios)))
     front: list[Setting] = []
     for setting in sorted(found, key=lambda setting: (setting.time, setting.error)):
         if setting.time * LEAST_GAIN <= 1 and (not front or setting.error < NOTCH * front[-1].error):
@@ -239,16 +254,33 @@ def _limited(
                     yield limited, active, error_left, saving_left
 
 
-def _time(computed: Any, skipped: float, active: Any = False, ratio: float = 1.0) -> float:
+def _schedules(methods: Sequence[Method | ComposedMethod], steps: int) -> Iterator[tuple[Method, list[Method | None]]]:
+    """Schedules of two methods that differ in their scheduled option only, dense before the first begins.
+
+    Yields the method, and the one of `methods` in each step [steps], None where it is dense.
+    """
+    plain = [method for method in methods if isinstance(method, Method) and method.scheduled]
+    for first, then in permutations(plain, 2):
+        name, after = first.scheduled, then.settings[0]
+        if type(first) is not type(then) or replace(first, **{name: after}) != then:
+            continue
+        for start, change in combinations(range(TENTHS), 2):
+            late = [(0.0, "dense")] if start else []
+            schedule = *late, (start / TENTHS, first.settings[0]), (change / TENTHS, after)
+            in_steps = [then if i * TENTHS >= change * steps else first if i * TENTHS >= start * steps else None
+                        for i in range(steps)]  # fmt: skip
+            yield replace(first, **{name: schedule}), in_steps
+
+
+def _time(computed: Any, skipped: float, ratios: Any = 1.0) -> float:
     """Time of an image's steps, as a fraction of the dense ones.
 
     Args:
         computed: For each step, the fraction of its forward passes that are computed, not skipped [steps].
         skipped: Time of a skipped step, as a fraction of a dense one.
-        active: Whether the method is active in each step [steps].
-        ratio: Time of a step with the method, as a fraction of a dense one.
+        ratios: Time of each computed step, as a fraction of a dense one [steps].
     """
-    return float(np.mean(computed * np.where(active, ratio, 1.0) + (1 - computed) * skipped))
+    return float(np.mean(computed * ratios + (1 - computed) * skipped))
 
 
 def _by_step(cost: dict[str, Any], steps: int) -> Any:
@@ -298,9 +330,10 @@ def check(
     for method in methods:
         if not isinstance(method, Method | ComposedMethod):
             raise ValueError(f"not a method: {method!r}; pass an instance such as foveate.ToMA()")
-        if any((p.dense_layers, p.start_percent, p.end_percent) != ("", 0, 1) for p in method.parts):
+        if any(p.dense_layers or not p.always for p in method.parts):
             raise ValueError(
-                f"tune chooses dense_layers, start_percent and end_percent: leave them out of {method.title}"
+                "tune chooses dense_layers, start_percent, end_percent and schedules: leave them out of "
+                f"{method.title}"
             )
 
 
@@ -399,8 +432,9 @@ class _Search:
 
     def speed_up(self, setting: Setting) -> float:
         """Speed-up of all steps with the setting, from measured step times and the steps that held-out images skip."""
-        ratio = self.measured.cost(setting.method)["ratio"] if setting.method else 1.0
-        return 1 / _time(self.computed(setting), self.skipped, setting.active(self.steps), ratio)
+        in_steps = [setting.in_step(i / self.steps) for i in range(self.steps)]
+        ratios = np.array([self.measured.cost(method)["ratio"] if method else 1.0 for method in in_steps])
+        return 1 / _time(self.computed(setting), self.skipped, ratios)
 
     def computed(self, setting: Setting) -> Any:
         """For each step, the fraction of its forward passes that held-out images compute [steps]."""

@@ -64,7 +64,8 @@ def _accepts(kind: Any, value: object) -> bool:
     if origin is Literal:
         return value in get_args(kind) and not isinstance(value, bool)
     if origin is tuple:  # its length and its numbers are left to the class
-        return isinstance(value, tuple | list) and all(_accepts(float, item) for item in value)
+        nested = get_origin(get_args(kind)[0]) is tuple
+        return isinstance(value, tuple | list) and (nested or all(_accepts(float, item) for item in value))
     if kind in (int, float):  # True is an int
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind) if isinstance(kind, type) else True
@@ -76,4 +77,6 @@ def _words(kind: Any) -> str:
         return " or ".join(map(_words, get_args(kind)))
     if origin is Literal:
         return " or ".join(map(repr, get_args(kind)))
+    if origin is tuple and get_origin(get_args(kind)[0]) is tuple:
+        return 'a schedule, ((0.0, "dense"), (0.2, value))'
     return "numbers in parentheses, such as (4, 4)" if origin is tuple else WORDS.get(kind, str(kind))

@@ -518,12 +518,21 @@ def test_a_lora_sets_the_size_that_it_was_distilled_with(folder, lora):
     assert pixels("b.png").shape == (96, 96, 3)
 
 
+def test_a_schedule_is_an_option_like_others(folder):
+    output = succeeds(
+        "generate", "a cat", "--model", folder, *SMALL, "--method", "hilberta", "-o", "tiles=((0, dense), (0.5, 2))"
+    )
+    assert "1 of 2 forward passes sparse" in output
+
+
 def test_a_page_marks_methods_that_run_in_some_steps_only(folder, tmp_path):
     pipe, request = load_pipeline(str(folder), "cpu", "float32"), Request("a cat", (64, 64), 2, None, 0)
     late = foveate.HilbertA(tiles=2, start_percent=0.5)
-    side_by_side.comparison(pipe, request, [late], tmp_path, settings={}, rounds=1)
+    changing = foveate.HilbertA(tiles=((0.0, 2), (0.5, 4)))
+    side_by_side.comparison(pipe, request, [late, changing], tmp_path, settings={}, rounds=1)
     page = (tmp_path / side_by_side.PAGE).read_text()
     assert "HilbertA T=2 start_percent=0.5: sparse in part of the steps; the time is for a sparse step." in page
+    assert "HilbertA T=(2, 4 from 0.5): changes during the run; the time is for its last setting." in page
 
 
 def test_the_built_in_model_draws_with_its_lora():

@@ -138,6 +138,8 @@ def test_a_good_form_has_remarks_only(studio):
     assert studio.check(FORM) == ""
     assert "16 x 16 image tokens are too few" in studio.check(FORM._replace(method="hilberta", options="tiles=auto"))
     assert "min_tokens" in studio.check(FORM._replace(method="llsa", options=""))
+    changing = FORM._replace(method="hilberta", options="tiles=((0, dense), (0.3, 2), (0.5, auto)), centre=0")
+    assert "16 x 16 image tokens are too few" in studio.check(changing)
 
 
 def test_another_model_is_loaded_in_place_of_the_first(studio):

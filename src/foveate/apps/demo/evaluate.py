@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -285,8 +285,8 @@ def _sparsity(method: MethodLike | None, run: Handle | None) -> float:
         raise ValueError(f"{layers[0].why}: {method.title} would only repeat dense here, leave it out")
     skipped = sum(summary.skipped.values())
     in_skipped = 1 - len(summary.models) / len(layers)  # the first layer is computed
-    in_sparse = mean(layer.true for layer in layers)
-    return (skipped * in_skipped + forwards[""] * in_sparse) / (skipped + forwards.total())
+    in_sparse = sum(passes * share for settings in summary.settings.values() for passes, share in settings.values())
+    return (skipped * in_skipped + in_sparse) / (skipped + forwards.total())
 
 
 # --- score ---

@@ -196,13 +196,18 @@ def _compared(variant: Variant, frames: Sequence[Image.Image], dense: Sequence[I
 
 def _about_times(methods: Sequence[MethodLike]) -> list[str]:
     """Remarks on the step times of these methods."""
-    late = [method.title for method in methods if not all(part.always for part in method.parts)]
+    changing = [method for method in methods if any(len(part.schedule) > 1 for part in method.parts)]
+    late = [
+        method.title for method in methods
+        if method not in changing and not all(part.always for part in method.parts)
+    ]  # fmt: skip
     merging = [m.title for m in methods if any(getattr(part, "dst_every", 1) > 1 for part in m.parts)]
     caching = [method.title for method in methods if getattr(method, "cache", None)]
     return [
         f"{' and '.join(titles)}: {remark}."
         for titles, remark in (
             (caching, "skips steps; the time is for a computed step"),
+            ([method.title for method in changing], "changes during the run; the time is for its last setting"),
             (late, "sparse in part of the steps; the time is for a sparse step"),
             (merging, "a plan serves several steps; the time is for the slowest step, which makes a new plan"),
         )

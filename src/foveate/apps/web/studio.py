@@ -427,7 +427,8 @@ def _stays_dense(pipe: Any, request: Request, method: MethodLike | None) -> Iter
     """Reasons why parts of a method stay dense at this size; raises a ValueError if they do not fit it."""
     side = pixels_per_token(pipe)
     grid = request.size[0] // side, request.size[1] // side
-    for part in method.parts if method and grid[0] * grid[1] <= LIVE_TOKENS else ():
+    parts = [plain for part in (method.parts if method else ()) for plain in part.plain]
+    for part in parts if grid[0] * grid[1] <= LIVE_TOKENS else ():
         try:
             part.check_tokens(prod(grid))
             if isinstance(part, TokenMerging):

@@ -48,10 +48,10 @@ class ToMeSD(TokenMerging):
         super().__post_init__()
         object.__setattr__(self, "cell", whole_sides("cell", self.cell, 2))  # JSON gives a list
         least = 1 / (self.cell[0] * self.cell[1])
-        if self.keep < least:
+        if (keep := min(self.settings)) < least:
             raise ValueError(
                 f"with cells of {self.cell[0]} x {self.cell[1]} tokens {least:.0%} are destinations and are kept: "
-                f"use keep>={least:g} or larger cells, not keep={self.keep:g}"
+                f"use keep>={least:g} or larger cells, not keep={keep:g}"
             )
 
     @classmethod
@@ -61,8 +61,9 @@ class ToMeSD(TokenMerging):
 
     def regions(self, grids: tuple[Grid, ...], *, device: str = "cpu") -> Regions:
         """The generated image in raster order as one region. Reference images are not merged."""
+        self.check_plain()
         grid, *others = grids
-        kept = max(round(self.keep * prod(grid)), int(_destinations(stacked(grid), self.cell, False).sum()))
+        kept = max(round(self.settings[0] * prod(grid)), int(_destinations(stacked(grid), self.cell, False).sum()))
         groups = [Group(1, grid, kept), *(Group(1, other, prod(other), False) for other in others)]
         raster = torch.arange(sum(group.tokens for group in groups), device=device)
         return Regions(raster, raster, tuple(groups), grids[0])
