@@ -236,8 +236,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint merging sparse distilled
-  tests attention calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint over_steps merging sparse distilled
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint
+  over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )
