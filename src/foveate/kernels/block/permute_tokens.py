@@ -83,7 +83,7 @@ def _launch(
     args = *ins, *three, *given, *(stride for x in ins for stride in x.stride()[:3]), tokens, taken
     constants = {
         "ORDER": order is not None, "ROPE": cos is not None, "ROPE_BATCH": cos is not None and cos.ndim == 3,
-        "R": dim if cos is None else cos.shape[-1], "HALVES": halves,
+        "R": dim if cos is None else cos.shape[-1], "HALVES": halves, "num_warps": 8 if halves else 4,
         "H": heads, "BH": triton.next_power_of_2(heads), "D": dim, "BD": triton.next_power_of_2(dim),
     }  # fmt: skip
     return Launch(_permute, (taken, batch, len(tensors)), args, constants)
