@@ -105,7 +105,7 @@ def test_loading_errors_are_one_line(folder, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Gemma2Config(), "work with Llama, .* and GptOss, not Gemma2Config: other models are not tested"),
+        (Gemma2Config(), "work with Llama, .* and LlavaOnevision, not Gemma2Config: other models are not tested"),
         (GPT2Config(), "not GPT2Config: it has no rotary positions"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "lets tokens see later ones"),
         (LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "are quantised"),

@@ -93,7 +93,7 @@ class Answerer:
             ValueError: If the request is bad.
             CancelledError: If nobody waits for the answer any more.
         """
-        asked, longest = question.asked, self.encoder.model.config.max_position_embeddings
+        asked, longest = question.asked, self.encoder.max_tokens
         if asked.characters > CHARACTERS * longest:
             raise ValueError(
                 f"documents and messages have {asked.characters} characters, but the model takes {longest} tokens, "
