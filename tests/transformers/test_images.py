@@ -1,6 +1,9 @@
 """Laws of chunks that hold images, against the models' own forward pass over all images and texts."""
 
+from base64 import b64encode
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 
 import pytest
 import tiny_lm
@@ -8,11 +11,17 @@ import torch
 from tiny_vision import FAMILIES, encoder, model, picture
 from torch import Tensor
 
+from foveate.apps.serve.answerer import Answerer
+from foveate.apps.serve.completion import Completion
+from foveate.apps.serve.question_queue import PendingQuestion
 from foveate.methods import InfoFlowKV
 from foveate.methods.baselines.kv_baselines import CacheBlend, FullPrefill
 from foveate.transformers import ChunkCache, ChunkEncoder
 from foveate.transformers.context import answers
 from foveate.transformers.images import PreparedImage, image_token
+from foveate.transformers.index import ChunkIndex, index_documents
+from foveate.transformers.rag import ask
+from foveate.transformers.readers import read_documents
 
 DOCUMENTS = [
     ["w1 w2", picture(1), "w3 w4 w5"],
@@ -147,3 +156,73 @@ def test_bad_documents_with_images_are_refused():
         ours.encode([[3, image_token(ours.model.config)]])
     with pytest.raises(ValueError, match=r"document 0 with its prefix: \d+ tokens, but the model takes at most 512"):
         ours.encode([[picture(), "w1 " * 520]])
+
+
+def test_a_folder_with_pictures_is_indexed_and_asked(tmp_path):
+    """Two pictures of one size have equal token ids, but not the same chunk."""
+    folder, ours = tmp_path / "documents", encoder("qwen3_vl")
+    folder.mkdir()
+    for name, seed in (("w1.png", 1), ("w2.png", 2)):
+        picture(seed).save(folder / name)
+    (folder / "w3.txt").write_text("w3 w4 w5")
+    (folder / "bad.png").write_bytes((folder / "w1.png").read_bytes()[:60])
+    ignored, skipped = Counter[str](), list[str]()
+    assert read_documents(folder, skipped, ignored).keys() == {"w3.txt"}
+    assert ignored == {".png": 3}
+    documents = read_documents(folder, skipped, pictures=True)
+    assert documents.keys() == {"w1.png", "w2.png", "w3.txt"}
+    assert "bad.png cannot be read" in skipped[0]
+    index = index_documents(tmp_path / "index", ours, documents)
+    assert index.build().encoded == 3
+    assert index_documents(tmp_path / "index", ours, documents).build().found == 3
+    chunks = index.load([0, 1, 2])
+    assert torch.equal(chunks[0].ids[-8:], chunks[1].ids[-8:])
+    assert not torch.equal(chunks[0].values, chunks[1].values)
+    contents = [passage.content for passage in index.passages]
+    with ours.compose(chunks).patch(InfoFlowKV(recompute=1.0), PROMPT) as patched:
+        torch.testing.assert_close(patched.logits(), full_logits(ours, contents), rtol=0, atol=1e-12)
+    for file in (tmp_path / "index").glob("*.safetensors"):
+        file.unlink()
+    reply = ask(ChunkIndex(tmp_path / "index", ours), "w1", {"full": FullPrefill(), "ours": InfoFlowKV(recompute=1.0)},
+                prompt="{question} w20", max_new_tokens=3)  # fmt: skip
+    assert [index.passages[number].name for number in reply.passages] == ["w1.png"]
+    assert reply.answers[0].text == reply.answers[1].text
+
+
+def test_a_request_with_an_image_is_answered_from_it(tmp_path):
+    ours = encoder("gemma3")
+    index = index_documents(tmp_path, ours, {"a": "w1 w2 w3"})
+    index.build()
+    answerer = Answerer(ours, {"a": index}, InfoFlowKV(recompute=1.0), prompt="{question}", chat=False,
+                        passage_tokens=64, max_new_tokens=4, batch=2)  # fmt: skip
+
+    def asked(*seeds, **more):
+        parts = [{"type": "text", "text": "w1 w20"}]
+        parts += [{"type": "image_url", "image_url": {"url": data_url(seed)}} for seed in seeds]
+        return PendingQuestion(Completion(messages=[{"role": "user", "content": parts}], **more))
+
+    questions = [asked(1), asked(2, 1, documents=["w4 w5"])]
+    for question in questions:
+        answerer.prepare(question)
+    waiting = [*questions]
+    answerer.answer(lambda fits: waiting.pop(0) if waiting and fits(waiting[0]) else None)
+    for question, documents in zip(questions, (["w1 w2 w3\n\n", [picture(1), "\n\n"]],
+                                               ["w4 w5\n\n", [picture(2), "\n\n"], [picture(1), "\n\n"]]),
+                                   strict=True):  # fmt: skip
+        with composed(ours, documents).patch(InfoFlowKV(recompute=1.0), "w1 w20") as patched:
+            assert question.outcome.result().text == patched.generate(max_new_tokens=4).lstrip()
+    assert questions[0].outcome.result().passages == ["a", "image 1"]
+    damaged = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "text", "text": "w1"},
+    ]
+    with pytest.raises(ValueError, match="image 1: an image cannot be read"):
+        answerer.prepare(PendingQuestion(Completion(messages=[{"role": "user", "content": damaged}])))
+    with pytest.raises(ValueError, match="only messages of the user hold images"):
+        Completion(messages=[{"role": "system", "content": damaged}])
+
+
+def data_url(seed):
+    content = BytesIO()
+    picture(seed).save(content, "png")
+    return f"data:image/png;base64,{b64encode(content.getvalue()).decode()}"

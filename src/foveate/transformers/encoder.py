@@ -55,7 +55,10 @@ class ChunkEncoder(LanguageModel):
         """
         if isinstance(texts, str):
             raise ValueError(f"pass a list of documents, not one text: [{texts[:20]!r}]")
-        documents = [self.read(text) for text in texts]
+        return self.encode_read([self.read(text) for text in texts])
+
+    def encode_read(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
+        """Caches of documents that `read` has tokenized; see `encode`."""
         for i, document in enumerate(documents):
             if not len(document.ids):
                 raise ValueError(f"document {i} is empty: leave it out")

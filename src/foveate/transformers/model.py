@@ -66,7 +66,7 @@ from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = [
     "Document", "LanguageModel", "ReadDocument", "Text", "chat_frame", "check_config", "check_model", "load_model",
-    "unknown_words",
+    "load_processor", "reads_images", "unknown_words",
 ]  # fmt: skip
 
 Text = str | Sequence[int]
@@ -88,10 +88,10 @@ ROPE_TYPES = "default", "linear", "llama3", "yarn", "dynamic", "longrope"
 ATTENTION = "sdpa", "eager"
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UNMEASURED = (
-    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16 or float32, "
-    "or with dequantize=True in its quantization config"
+    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16, float32, "
+    "as int8 or float8 weights only by torchao, or with dequantize=True in its quantization config"
 )
-IMAGES_NEED = "pass the model's processor in place of its tokenizer (it needs pip install pillow torchvision)"
+IMAGES_NEED = "pass the model's processor in place of its tokenizer (pip install 'foveate[vision]')"
 USER_TEXT = "<<what the user says>>"
 CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
@@ -106,9 +106,7 @@ UNSUPPORTED = "prompt_lookup_num_tokens", "assistant_model", "cache_implementati
 def load_model(
     model: str | Path, device: str = "auto", dtype: str = "auto", check: Callable[[Any], None] = lambda config: None
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a causal language model, in evaluation mode, and its tokenizer, or the processor of one that sees.
-
-    Without pillow and torchvision, a model that sees comes with its tokenizer, for texts alone.
+    """Load a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
         model: Folder or hub id, or a .gguf file in one, whose weights are dequantised.
@@ -131,8 +129,7 @@ def load_model(
         raise _unloadable(model, error) from error
     check(config)
     try:
-        sees = type(config) in SEEING and find_spec("torchvision") and find_spec("PIL")
-        tokenizer: Any = (AutoProcessor if sees else AutoTokenizer).from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         kind = AutoModelForImageTextToText if type(config) in SEEING else AutoModelForCausalLM
@@ -150,6 +147,33 @@ def _source(model: str | Path) -> tuple[str | Path, dict[str, Any]]:
 
 def _unloadable(model: str | Path, error: Exception) -> ValueError:
     return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
+
+
+def reads_images(model: str | Path) -> bool:
+    """Whether a model sees, and the extra `vision` is installed. Reads no more than the model's config.
+
+    Raises:
+        ValueError: If the config cannot be loaded.
+    """
+    source, options = _source(model)
+    if options or not (find_spec("torchvision") and find_spec("PIL")):
+        return False
+    try:
+        return type(AutoConfig.from_pretrained(source)) in SEEING
+    except (OSError, ValueError, KeyError) as error:
+        raise _unloadable(model, error) from error
+
+
+def load_processor(model: str | Path) -> Any:
+    """Load the processor of a model that sees.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    try:
+        return AutoProcessor.from_pretrained(model)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _unloadable(model, error) from error
 
 
 def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tuple[str, str]:
@@ -215,7 +239,8 @@ def check_config(config: Any) -> None:
         ValueError: If not, with the reason and, if known, the remedy.
     """
     _check_family(config)
-    if (quantised := getattr(config, "quantization_config", None)) and not _get(quantised, "dequantize"):
+    quantised = getattr(config, "quantization_config", None)
+    if quantised and not _get(quantised, "dequantize") and _get(quantised, "quant_method") != "torchao":
         raise ValueError(f"the weights are quantised: {UNMEASURED}")
 
 
@@ -263,7 +288,7 @@ def check_model(model: PreTrainedModel) -> None:
             "get_base_model(), which includes the adapters"
         )
     for name, weight in model.state_dict().items():
-        if type(weight) not in (Tensor, Parameter) or weight.dtype not in DTYPES:
+        if not (_is_plain(weight) or _is_weight_only(weight)):
             raise ValueError(f"the weights are quantised, such as {name}: {UNMEASURED}")
     if (attention := model.get_decoder().config._attn_implementation) not in ATTENTION:
         raise ValueError(
@@ -273,6 +298,17 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"the model must be on one device, not on {', '.join(sorted(map(str, devices)))}")
     if model.training:
         raise ValueError("the model is in training mode, where dropout changes cached chunks: call model.eval()")
+
+
+def _is_plain(weight: Any) -> bool:
+    return type(weight) in (Tensor, Parameter) and weight.dtype in DTYPES
+
+
+def _is_weight_only(weight: Any) -> bool:
+    """Whether torchao keeps a weight as int8 or float8, and activations as they are."""
+    kind = type(weight)
+    known = kind.__module__.startswith("torchao.") and kind.__name__ in ("Int8Tensor", "Float8Tensor")
+    return known and getattr(weight, "act_quant_kwargs", None) is None
 
 
 class ReadDocument(NamedTuple):
@@ -531,6 +567,8 @@ class LanguageModel:
             ValueError: If a text may become too long for the model, or an option is not supported.
         """
         longest = max(map(len, texts))
+        if cache is None and self.sees and any((ids == image_token(self.model.config)).any() for ids in texts):
+            raise ValueError("texts with images need their cache: patch a context with FullPrefill")
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
         self._check(options, cached=cache is not None, several=len(texts) > 1)
         # padded by a token of the text, so that repetition penalties count no other token
