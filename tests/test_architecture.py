@@ -46,7 +46,7 @@ LIBRARIES = {
     "jinja2": {"apps"},
     "matplotlib": {"plots", "apps"},
     "skimage": {"plots", "tuning", "apps"},
-    "PIL": {"pipelines", "plots", "training", "tuning", "apps"},
+    "PIL": {"pipelines", "plots", "training", "transformers", "tuning", "apps"},
     "fsspec": {"transformers"},
     **{reader: {"transformers"} for reader in ("bs4", "markdownify", "pypdf", "docx")},
 }

@@ -18,10 +18,19 @@ ROPES = {
     "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4,
+                 "original_max_position_embeddings": 96},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }  # fmt: skip
 PAIRS = [
-    *((family, rope) for family in ("llama", "qwen2", "qwen3", "mistral") for rope in ROPES),
+    *((family, rope) for family in ("llama", "qwen2", "qwen3", "mistral") for rope in [*ROPES][:4]),
     ("phi3", "default"),
+    ("phi3", "longrope"),
+    ("phi3", "partial"),
+    ("llama", "dynamic"),
+    *((family, "default") for family in ("olmo2", "olmo3", "smollm3", "granite", "cohere", "cohere2")),
+    *((family, "partial") for family in ("glm", "glm4")),
     *((family, rope) for family in ("mixtral", "qwen3_moe", "gemma3", "gpt_oss") for rope in ("default", "yarn")),
 ]
 WORDS = 64
@@ -41,9 +50,13 @@ def language_model(family="llama", rope="default", dtype=torch.float64, seed=0, 
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
              "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]}}  # fmt: skip
-    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "phi3": {"sliding_window": None},
+    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None},
+           "phi3": {"sliding_window": None, "original_max_position_embeddings": 96},
            "mixtral": EXPERTS | {"head_dim": 8}, "qwen3_moe": EXPERTS | {"head_dim": 16},
            "gpt_oss": EXPERTS | SLIDING | {"head_dim": 8, "num_attention_heads": 4},
+           "olmo3": SLIDING, "cohere2": SLIDING, "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+           "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+           "cohere": {"use_qk_norm": True}, "glm": {"head_dim": 16}, "glm4": {"head_dim": 16},
            "gemma3": SLIDING | {"head_dim": 16, "query_pre_attn_scalar": 16, "rope_parameters": {
                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
                "full_attention": usual["rope_parameters"]}}}  # fmt: skip

@@ -24,8 +24,8 @@ def contexts_of(ours):
     return [ours.compose([chunks[i] for i in order]) for order in ORDERS]
 
 
-def near(first, second):
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+def near(first, second, tolerance=1e-12):
+    torch.testing.assert_close(first, second, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -71,7 +71,8 @@ def test_recomputing_all_rows_of_a_padded_batch_is_the_full_prefill_of_each(fami
     monkeypatch.setattr(row_cache, "RECOMPUTE_ROWS", pass_rows)
     together = patch_batch(contexts, prompts, [InfoFlowKV(recompute=1.0)] * 3)
     for context, prompt, logits in zip(contexts, prompts, together.logits(), strict=True):
-        near(logits, full_logits(ours, context, prompt.tolist()))
+        # Cohere rotates in float32 whatever the dtype
+        near(logits, full_logits(ours, context, prompt.tolist()), 1e-6 if family.startswith("cohere") else 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def encoded(monkeypatch):
     """Numbers of tokens of the passages encoded in the test."""
     lengths, original = [], ChunkEncoder._encode
     monkeypatch.setattr(
-        ChunkEncoder, "_encode", lambda self, ids: (lengths.append(ids.shape[1]), original(self, ids))[1]
+        ChunkEncoder, "_encode", lambda self, ids: (lengths.append(len(ids[0].ids)), original(self, ids))[1]
     )
     return lengths
 

@@ -55,11 +55,12 @@ def assert_near(first, second, tolerance):
 @pytest.mark.parametrize(("family", "rope"), PAIRS)
 def test_recomputing_all_rows_is_the_full_prefill(family, rope):
     context = composed(encoder(family, rope))
+    tolerance = 1e-6 if family.startswith("cohere") else 1e-12  # Cohere rotates in float32 whatever the dtype
     for method in (InfoFlowKV(recompute=1.0), InfoFlowKV(recompute=1.0, exclude_first=False), FullPrefill()):
         with context.patch(method, PROMPTS[1]) as patched:
             full = full_logits(context.lm, context, PROMPTS[1])
             for ours in (patched.logits(), cached_logits(context.lm, patched, PROMPTS[1])):
-                torch.testing.assert_close(ours, full, rtol=0, atol=1e-12)
+                torch.testing.assert_close(ours, full, rtol=0, atol=tolerance)
             assert abs(patched.fidelity()) < 1e-5
     assert (cached_logits(context.lm, context, PROMPTS[1]) - full_logits(context.lm, context, PROMPTS[1])
             ).abs().max() > 0.01  # fmt: skip

@@ -23,6 +23,7 @@ def row_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
+    last: Int[Tensor, "batch chosen"] | None = None,
 ) -> Float[Tensor, "batch heads chosen dim"]:
     """Attention of each given row over the keys up to its own; head h reads group h // (heads / groups).
 
@@ -37,6 +38,7 @@ def row_attention(
         scale: Factor on q·k; ``dim ** -0.5`` if None.
         window: Number of keys visible to a row, its own key included. None shows all of them.
         sinks: Logit of an attention sink for each head, which takes a share of the attention but has no value.
+        last: Last key visible to each row, such as the end of its image in Gemma 3. None is its own key.
 
     Raises:
         ValueError: If shapes do not match, heads is not a multiple of groups, or rows do not ascend within range.
@@ -58,13 +60,23 @@ def row_attention(
     known = rows.device.type == "cpu" and rows.numel()  # on a GPU, checking would synchronize
     if known and (rows.min() < 0 or rows.max() >= k.shape[2] or (rows.diff() < 0).any()):
         raise ValueError(f"rows must ascend within 0 to {k.shape[2] - 1}, not {rows.tolist()[:8]}...: sort them")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if last is not None:  # the kernel has no such limit
+        return portable(q, k, v, rows.expand(len(q), -1), scale, window, sinks, last)
     backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
-    return backend.run(q, k, v, rows, q.shape[3] ** -0.5 if scale is None else scale, window, sinks)
+    return backend.run(q, k, v, rows, scale, window, sinks)
 
 
 @dispatch.register("row_attention", "portable")
 def portable(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """`row_attention` in plain PyTorch, one slice of rows at a time; the heads of a group are stacked as more rows."""
     share = q.shape[1] // k.shape[1]
@@ -72,9 +84,11 @@ def portable(
     out = torch.empty_like(q)
     if not out.numel():
         return out
-    for some, part, written in zip(rows.split(SLICE, -1), grouped.split(SLICE, 3), out.split(SLICE, 2), strict=True):
-        end = int(some.max()) + 1 if some.device.type == "cpu" else k.shape[2]  # on a GPU, it would synchronize
-        mask = visible(some, end, window).repeat(*[1] * (some.ndim - 1), share, 1)
+    parts = rows.split(SLICE, -1), grouped.split(SLICE, 3), out.split(SLICE, 2)
+    ends = (rows if last is None else last).split(SLICE, -1)
+    for some, part, written, seen in zip(*parts, ends, strict=True):
+        end = int(seen.max()) + 1 if some.device.type == "cpu" else k.shape[2]  # on a GPU, it would synchronize
+        mask = visible(some, end, window, seen).repeat(*[1] * (some.ndim - 1), share, 1)
         mask = mask[:, None] if some.ndim == 2 else mask
         keys, values = k[:, :, :end], v[:, :, :end]
         if sinks is not None:  # a key of zeros, whose logit comes from the mask
@@ -88,10 +102,16 @@ def portable(
     return out
 
 
-def visible(rows: Int[Tensor, "*batch chosen"], end: int, window: int | None) -> Bool[Tensor, "*batch chosen end"]:
-    """Mask of the keys visible to each row, among the first `end` keys."""
-    distance = rows[..., None] - torch.arange(end, device=rows.device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+def visible(
+    rows: Int[Tensor, "*batch chosen"],
+    end: int,
+    window: int | None,
+    last: Int[Tensor, "*batch chosen"] | None = None,
+) -> Bool[Tensor, "*batch chosen end"]:
+    """Mask of the keys visible to each row, among the first `end` keys: up to `last`, or its own."""
+    keys = torch.arange(end, device=rows.device)
+    mask = keys <= (rows if last is None else last)[..., None]
+    return mask if window is None else mask & (rows[..., None] - keys < window)
 
 
 dispatch.register_kernels("row_attention", "rows")

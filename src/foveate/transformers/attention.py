@@ -27,7 +27,7 @@ from foveate.methods.recompute_policy import Norm
 from foveate.ops.attention_received import attention_received
 from foveate.ops.row_attention import row_attention
 
-__all__ = ["CACHE", "RowPass", "StopForward", "capture_unrotated_keys", "row_model"]
+__all__ = ["CACHE", "DecoderInputs", "RowPass", "StopForward", "capture_unrotated_keys", "row_model"]
 
 CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 """Name of the argument of models and of `generate` that takes a cache."""
@@ -38,6 +38,10 @@ _CAPTURED: ContextVar[dict[int, list[Tensor]] | None] = ContextVar("_CAPTURED", 
 
 class StopForward(Exception):
     """Ends a forward pass whose deeper layers are not needed."""
+
+
+class DecoderInputs(Exception):
+    """Ends a forward pass before its decoder, with the decoder's inputs as argument."""
 
 
 @dataclass
@@ -51,6 +55,7 @@ class RowPass:
         norm: Norm of the collected attention over the tokens.
         last: Layer at which the pass ends, before attention. None runs all layers.
         causal: Whether the tokens are all rows of the cache, in order.
+        seen: Last row that each token sees, if tokens of an image see all of it. None is its own row.
         received: Collected attention of each row, [contexts, rows] for each scoring layer.
     """
 
@@ -60,6 +65,7 @@ class RowPass:
     norm: Norm = "l2"
     last: int | None = None
     causal: bool = False
+    seen: Int[Tensor, "contexts tokens"] | None = None
     received: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
@@ -88,10 +94,10 @@ def _attend(
         row_pass.received.append(torch.stack(received))
     if module.layer_idx == row_pass.last:
         raise StopForward
-    if row_pass.causal and limits == (None, None):
+    if row_pass.causal and row_pass.seen is None and limits == (None, None):
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     else:
-        out = row_attention(query, key, value, row_pass.shared, scaling, *limits)
+        out = row_attention(query, key, value, row_pass.shared, scaling, *limits, row_pass.seen)
     return out.transpose(1, 2), None
 
 
@@ -105,20 +111,38 @@ def row_model(model: Any) -> Any:
     """
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     copy = deepcopy(model, weights)  # tensors in the memo are not copied
-    copy.config._attn_implementation = ROW_ATTENTION
+    decoder = copy.get_decoder()
+    decoder.config._attn_implementation = ROW_ATTENTION
+    if decoder is not copy.model:  # a model that sees
+        decoder.forward = partial(_decode, decoder.forward)
     copy.model.forward = partial(_forward, copy.model.forward)
     copy._optimize_model_for_decode = nullcontext  # would change how experts compute while other threads run them
-    for layer, block in enumerate(copy.model.layers):
+    for layer, block in enumerate(decoder.layers):
         _keep_unrotated_keys(block.self_attn, layer)
     return copy
 
 
+@dataclass
+class _Output(MoeModelOutputWithPast):
+    """What any causal model reads of its decoder's output: dense models and models without images read less."""
+
+    rope_deltas: None = None
+    image_hidden_states: None = None
+    video_hidden_states: None = None
+
+
 def _forward(forward: Any, input_ids: Tensor, row_pass: RowPass | None = None, **options: Any) -> Any:
     """The model's forward pass. Calls of `model.generate`, which knows no rows, append to a `RowCache`."""
+    if row_pass is None and (cache := options.get(CACHE)) is not None:
+        return _Output(cache.append(input_ids), cache)
+    return forward(input_ids=input_ids, **options | ({"row_pass": row_pass} if row_pass else {}))
+
+
+def _decode(forward: Any, row_pass: RowPass | None = None, **options: Any) -> Any:
+    """The decoder's forward pass. Without rows, it gives its inputs, as the model prepares them from images."""
     if row_pass is None:
-        cache = options[CACHE]
-        return MoeModelOutputWithPast(cache.append(input_ids), cache)  # dense models have a subset
-    return forward(input_ids=input_ids, row_pass=row_pass, **options)
+        raise DecoderInputs(options)
+    return forward(row_pass=row_pass, **options)
 
 
 def _keep_unrotated_keys(attention: Any, layer: int) -> None:

@@ -11,12 +11,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from foveate.transformers.fingerprint import checksum, digest
-from foveate.transformers.model import LanguageModel
+from foveate.transformers.model import Document, LanguageModel
+from foveate.transformers.tokens import Tokens
 from foveate.utils.files import write_whole
 
 __all__ = ["ChunkCache", "check_fingerprint", "differences"]
 
 TENSORS = "keys", "values"
+IMAGES = "positions", "image", "features"
+"""Further tensors of a chunk that holds images; see `Tokens`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,6 +36,24 @@ class ChunkCache:
     ids: Int[Tensor, "tokens"]
     stored: dict[str, Tensor]
     fingerprint: dict[str, str]
+    images: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, keys: Tensor, values: Tensor, images: tuple[str, ...], fingerprint: dict[str, str]
+    ) -> "ChunkCache":
+        """The chunk of these tokens, at positions from 0."""
+        stored = {"keys": keys, "values": values}
+        if tokens.features is not None:
+            stored |= {name: getattr(tokens, name).contiguous() for name in IMAGES}
+        return cls(tokens.ids, stored, fingerprint, images)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens at positions from 0, on one axis if there are no images."""
+        if not self.images:
+            return Tokens.text(self.ids)
+        return Tokens(self.ids, *(self.stored[name] for name in IMAGES))
 
     def __repr__(self) -> str:
         return f"ChunkCache({len(self.ids)} tokens, {self.nbytes / 2**20:.1f} MiB)"
@@ -54,12 +75,12 @@ class ChunkCache:
 
     def quantized(self) -> "ChunkCache":
         """The chunk with keys and values as integers from -127 to 127, with a scale for each channel of a head."""
-        stored: dict[str, Tensor] = {}
+        stored = {name: tensor for name, tensor in self.stored.items() if name in IMAGES}
         for name in TENSORS:
             exact = getattr(self, name)
             scale = exact.abs().amax(2, keepdim=True).float().clamp(min=1e-30) / 127
             stored |= {name: (exact / scale).round().to(torch.int8), f"{name}_scale": scale}
-        return ChunkCache(self.ids, stored, self.fingerprint)
+        return ChunkCache(self.ids, stored, self.fingerprint, self.images)
 
     def _exact(self, name: str) -> Tensor:
         if (scale := self.stored.get(f"{name}_scale")) is None:
@@ -70,7 +91,7 @@ class ChunkCache:
         """Content of a safetensors file, with a hash of each tensor in its header."""
         tensors = {name: tensor.contiguous() for name, tensor in self.stored.items()}
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-        header = {**self.fingerprint, **sums, "text": digest(self.ids.tolist())}
+        header = {**self.fingerprint, **sums, "text": digest(self.ids.tolist()), "images": ",".join(self.images)}
         return save(tensors | {"ids": self.ids.contiguous()}, header)
 
     def save(self, path: str | Path) -> None:
@@ -78,7 +99,7 @@ class ChunkCache:
         write_whole(Path(path), self.to_bytes())
 
     @classmethod
-    def load(cls, path: str | Path, encoder: LanguageModel, text: str | list[int] | None = None) -> "ChunkCache":
+    def load(cls, path: str | Path, encoder: LanguageModel, text: Document | None = None) -> "ChunkCache":
         """Read a file written by `save`, onto the encoder's device. On a CPU the file is mapped into memory.
 
         Do not overwrite the file in place while it is mapped; replacing or removing it does no harm.
@@ -86,7 +107,7 @@ class ChunkCache:
         Args:
             path: File to read.
             encoder: Encoder with the model, tokenizer and prefix of the chunk.
-            text: Expected document, as text or token ids. None accepts any.
+            text: Expected document, as for `ChunkEncoder.encode`. None accepts any.
 
         Raises:
             ValueError: If the file is damaged or not a chunk, or if model, tokenizer, dtype, prefix or text differ.
@@ -103,10 +124,15 @@ class ChunkCache:
         same = [digest(ids.tolist()), *map(checksum, tensors.values())]
         if not _fits(tensors, ids, encoder) or same != [header.get(name) for name in ("text", *tensors)]:
             raise ValueError(f"the tensors in {path} do not match its header: encode the document again")
-        if text is not None and encoder.tokens(text).tolist() != ids.tolist():
-            raise ValueError(f"{path} was made from another text: encode the document again")
+        images = tuple(filter(None, header.get("images", "").split(",")))
+        if text is not None:
+            expected = encoder.read(text)
+            if expected.ids.tolist() != ids.tolist():
+                raise ValueError(f"{path} was made from another text: encode the document again")
+            if expected.images != images:
+                raise ValueError(f"{path} was made from another image: encode the document again")
         stored = {name: tensor.to(encoder.device) for name, tensor in tensors.items()}
-        return cls(ids.to(encoder.device), stored, dict(encoder.fingerprint))
+        return cls(ids.to(encoder.device), stored, dict(encoder.fingerprint), images)
 
 
 def check_fingerprint(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
@@ -131,5 +157,6 @@ def _fits(tensors: dict[str, Tensor], ids: Tensor, encoder: LanguageModel) -> bo
     exact = dict.fromkeys(TENSORS, (shape, encoder.dtype))
     scales = {f"{name}_scale": ([*shape[:2], 1, shape[3]], torch.float32) for name in TENSORS}
     quantized = dict.fromkeys(TENSORS, (shape, torch.int8)) | scales
-    found = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return ids.ndim == 1 and found in (exact, quantized)
+    found = {name: (list(t.shape), t.dtype) for name, t in tensors.items() if name not in IMAGES}
+    seen = [name for name in IMAGES if name in tensors]
+    return ids.ndim == 1 and found in (exact, quantized) and seen in ([], [*IMAGES])

@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Contexts composed of cached chunks: scoring, recomputation for a prompt, and generation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from foveate.transformers.attention import CACHE
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
 from foveate.transformers.row_cache import RowCache
+from foveate.transformers.tokens import Tokens
 from foveate.utils.choices import check_choice
 from foveate.utils.timing import Stopwatch
 
@@ -35,29 +36,46 @@ class Context:
     Attributes:
         lm: Language model and tokenizer.
         chunks: Chunks, in order.
-        ids: Token ids of all rows, prefix first.
+        tokens: Tokens of all rows, prefix first.
         spans: First row of each chunk, and the row after its last.
+        end: Position of the first token after the context.
         keys: Keys of all rows.
         values: Values of all rows.
     """
 
-    ids: Int[Tensor, "rows"]
+    tokens: Tokens
     keys: Float[Tensor, "layers 1 groups rows dim"]
     values: Float[Tensor, "layers 1 groups rows dim"]
 
     def __init__(self, lm: LanguageModel, chunks: Sequence[ChunkCache]) -> None:
         self.lm, self.chunks = lm, tuple(chunks)
-        self.ids = torch.cat([lm.prefix, *(chunk.ids for chunk in chunks)])
-        lengths = [len(chunk.ids) for chunk in chunks]
-        self.spans: Spans = tuple(pairwise(accumulate(lengths, initial=len(lm.prefix))))
-        self.keys = self.keys_at(torch.arange(len(self)))
+        self._parts = [chunk.tokens.on_axes(lm.axes) for chunk in chunks]
+        self.spans = self._spans(map(len, self._parts))
+        self.tokens, self.end = self.placed("global")
+        self.keys = self.keys_at(self.tokens.positions)
         self.values = self._concatenated("values", [(slice(None),)])
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.tokens)
+
+    @property
+    def ids(self) -> Int[Tensor, "rows"]:
+        """Token ids of all rows, prefix first."""
+        return self.tokens.ids
+
+    def _spans(self, lengths: Iterable[int]) -> Spans:
+        return tuple(pairwise(accumulate(lengths, initial=len(self.lm.prefix))))
+
+    def placed(self, geometry: Geometry) -> tuple[Tokens, int]:
+        """Tokens at the positions of this geometry, and the position of the first token after them."""
+        extents = self._spans(part.extent for part in self._parts)
+        positions, end = places(geometry, extents)
+        starts = [int(positions[start]) for start, _ in extents]
+        parts = [part.moved(start) for part, start in zip(self._parts, starts, strict=True)]
+        return Tokens.joined([Tokens.text(self.lm.prefix, self.lm.axes), *parts]), end
 
     @torch.no_grad()
-    def keys_at(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "layers 1 groups rows dim"]:
+    def keys_at(self, positions: Int[Tensor, "*axes rows"]) -> Float[Tensor, "layers 1 groups rows dim"]:
         """Keys rotated to these positions in float32 or wider."""
         return self._concatenated("keys", self.lm.rotations(positions))
 
@@ -68,12 +86,17 @@ class Context:
         first = getattr(self.chunks[0], name)
         layers, groups, _, dim = first.shape
         whole = first.new_empty(layers, 1, groups, len(self), dim)
-        start = 0
+        start, order = 0, self.lm.pair_order
         for chunk in self.chunks:
             states = getattr(chunk, name)[:, :, len(self.lm.prefix) if start else 0 :]
             stop = start + states.shape[2]
             for run, *tables in rotations:
-                copy_rows(whole[run, 0, :, start:stop], states[run], *(table[start:stop] for table in tables))
+                some = [table[start:stop] for table in tables]
+                if order is None or not tables:
+                    copy_rows(whole[run, 0, :, start:stop], states[run], *some)
+                else:
+                    copy_rows(whole[run, 0, :, start:stop], states[run][..., order], *some)
+                    whole[run, 0, :, start:stop] = whole[run, 0, :, start:stop][..., order.argsort()]
             start = stop
         return whole
 
@@ -277,8 +300,14 @@ class Patched:
             ValueError: If the patch has been closed.
         """
         ours = self.logits().float().log_softmax(-1)
-        ids = torch.cat([self.context.ids, self.prompt])[None]
-        full = self.context.lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
+        context, lm = self.context, self.context.lm
+        if context.tokens.features is None:
+            ids = torch.cat([context.ids, self.prompt])[None]
+            full = lm.model(input_ids=ids, logits_to_keep=len(self.prompt), use_cache=False).logits[0]
+        else:
+            every = patch_batch([context], [self.prompt], [FixedRows(torch.arange(len(context)))])
+            full = every.logits()[0]
+            every.close()
         p = full.float().log_softmax(-1)
         return max(float((p.exp() * (p - ours)).sum(-1).mean()), 0.0)  # rounding may take it below
 
@@ -364,7 +393,7 @@ def patch_batch(
         rows = [policy.rows(context) for policy, context in zip(policies, stale.each(), strict=True)]
     with watch.step("recompute"):
         chosen = [some.to(lm.device) for some in rows]
-        cache.repair([context.ids for context in reordered], chosen, prompts)
+        cache.repair([context.tokens for context in reordered], chosen, prompts)
     return PatchedBatch(reordered, prompts, orders, [some.cpu() for some in rows], cache)
 
 
@@ -381,7 +410,7 @@ class _ComposedBatch:
         self._fill()
 
     def _fill(self) -> None:
-        self.cache.fill((context.keys, context.values) for context in self.contexts)
+        self.cache.fill((context.keys, context.values, context.end) for context in self.contexts)
 
     def each(self) -> list["_ComposedContext"]:
         """One view of each context, for its policy."""
@@ -391,9 +420,10 @@ class _ComposedBatch:
         """Attention that each row receives from the question after its context. The copy stays unchanged."""
         how = layers, norm, geometry
         if how not in self._scores:
-            moved = [places(geometry, context.spans) for context in self.contexts]
+            moved = [context.placed(geometry) for context in self.contexts]
             if geometry != "global":
-                self.cache.fill((c.keys_at(at), c.values) for c, (at, _) in zip(self.contexts, moved, strict=True))
+                pairs = zip(self.contexts, moved, strict=True)
+                self.cache.fill((context.keys_at(at.positions), context.values, end) for context, (at, end) in pairs)
             self._scores[how] = self.cache.received(self.questions, [start for _, start in moved], layers, norm)
             if geometry != "global":
                 self._fill()
@@ -408,9 +438,8 @@ class _ComposedBatch:
         if len(self.cache.keys) < 2:
             raise ValueError("CacheBlend ranks rows by layer 1, but the model has only layer 0: use InfoFlowKV")
         if rank not in self._deviations:
-            ids = pad_sequence([context.ids for context in self.contexts], batch_first=True)
             # rows after the end of a shorter context are not in use yet
-            self.cache.overwrite(ids, torch.arange(ids.shape[1], device=ids.device)[None], last=1)
+            self.cache.overwrite_first([context.tokens for context in self.contexts], last=1)
             name = "values" if rank == "v" else "keys"
             stale = [getattr(context, name)[1, 0] for context in self.contexts]
             pairs = zip(getattr(self.cache, name)[1], stale, strict=True)

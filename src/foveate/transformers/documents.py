@@ -1,12 +1,15 @@
 """Documents, split into passages."""
 
 import re
+from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from io import BytesIO
+from typing import Any, NamedTuple
 
-__all__ = ["SEPARATOR", "Passage", "TokenSpans", "split_documents", "split_text"]
+__all__ = ["SEPARATOR", "Passage", "TokenSpans", "opened_image", "split_documents", "split_text"]
 
+MAX_PIXELS = 2**25
 SEPARATOR = "\n\n"
 PARAGRAPH, SENTENCE = r"(?<=\n\n)(?!\n)", r"(?<=[。\uff01\uff1f\n])|(?<=[.!?]\s)(?!\s)"
 BORDERS = PARAGRAPH, SENTENCE, rf"{SENTENCE}|(?<=\s)(?!\s)"
@@ -21,18 +24,42 @@ class Passage(NamedTuple):
 
     Attributes:
         name: Name of the document, and the number of the part if there are several.
-        text: Text of the passage.
+        text: Text of the passage; before an image, what it is found by.
+        image: Content of an image file, as base64. Empty for a text.
     """
 
     name: str
     text: str
+    image: str = ""
+
+    @property
+    def content(self) -> str | list[Any]:
+        """The passage as `ChunkEncoder.encode` takes it."""
+        return [self.text, opened_image(b64decode(self.image)), SEPARATOR] if self.image else self.text
 
 
-def split_documents(documents: Mapping[str, str], max_tokens: int, spans: TokenSpans) -> list[Passage]:
+def opened_image(content: bytes) -> Any:
+    """The image (PIL) in the content of a file.
+
+    Raises:
+        ValueError: If it is no image, is damaged, or has more than `MAX_PIXELS`.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(BytesIO(content))
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"an image has {image.width} x {image.height} pixels, more than {MAX_PIXELS}: shrink it")
+        return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"an image cannot be read ({str(error).splitlines()[0]:.80}): save it again") from error
+
+
+def split_documents(documents: Mapping[str, str | bytes], max_tokens: int, spans: TokenSpans) -> list[Passage]:
     """Split documents into passages, each followed by an empty line to separate it from the next.
 
     Args:
-        documents: Texts by name.
+        documents: Texts, or contents of image files, by name. An image is a passage of its own, found by its name.
         max_tokens: Largest number of tokens in a passage, including the empty line. 0 keeps documents whole.
         spans: Tokens of a text.
 
@@ -45,6 +72,9 @@ def split_documents(documents: Mapping[str, str], max_tokens: int, spans: TokenS
         )
     passages: list[Passage] = []
     for name, text in documents.items():
+        if isinstance(text, bytes):
+            passages.append(Passage(name, f"{name}\n", b64encode(text).decode()))
+            continue
         parts = split_text(text, max_tokens, spans, SEPARATOR) if max_tokens else [text]
         parts = [part.strip() for part in parts if part.strip()]
         names = [name] if len(parts) == 1 else [f"{name}, part {i}" for i in range(1, len(parts) + 1)]

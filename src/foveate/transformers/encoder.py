@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from foveate.transformers.attention import capture_unrotated_keys
 from foveate.transformers.chunk import ChunkCache, check_fingerprint
 from foveate.transformers.context import Context
-from foveate.transformers.model import LanguageModel, Text
+from foveate.transformers.model import Document, LanguageModel, ReadDocument
 from foveate.transformers.row_cache import RowCache
+from foveate.transformers.tokens import Tokens
 from foveate.utils.device import dtype_name
 
 __all__ = ["ChunkEncoder"]
@@ -44,26 +43,32 @@ class ChunkEncoder(LanguageModel):
         ValueError: If the model is not supported, with the reason.
     """
 
-    def encode(self, texts: Sequence[Text]) -> list[ChunkCache]:
+    def encode(self, texts: Sequence[Document]) -> list[ChunkCache]:
         """Caches of the documents. All documents are checked before the first is encoded.
 
         Args:
-            texts: Documents, as text or as token ids.
+            texts: Documents: a text, token ids, or, for a model that sees, a list of texts and images (PIL).
 
         Raises:
-            ValueError: If a document is empty, longer than the model's context, or overflows the model's dtype.
+            ValueError: If a document is empty, longer than the model's context, or overflows the model's dtype, or it
+                holds images and the model does not see, or was given without its processor.
         """
         if isinstance(texts, str):
             raise ValueError(f"pass a list of documents, not one text: [{texts[:20]!r}]")
-        documents = [self.tokens(text) for text in texts]
-        for i, ids in enumerate(documents):
-            if not len(ids):
+        return self.encode_read([self.read(text) for text in texts])
+
+    def encode_read(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
+        """Caches of documents that `read` has tokenized; see `encode`."""
+        for i, document in enumerate(documents):
+            if not len(document.ids):
                 raise ValueError(f"document {i} is empty: leave it out")
-            self.check_length(len(self.prefix) + len(ids), f"document {i} with its prefix", "split it")
+            tokens = len(self.prefix) + len(document.ids)
+            self.check_length(tokens, f"document {i} with its prefix", "split it")
         chunks: list[ChunkCache] = []
-        for length, group in groupby(documents, key=len):
-            for ids in torch.stack(list(group)).split(max(1, ENCODE_ROWS // length)):
-                for chunk in self._encode(ids):
+        for length, same in groupby(documents, key=lambda document: len(document.ids)):
+            group, most = list(same), max(1, ENCODE_ROWS // length)
+            for start in range(0, len(group), most):
+                for chunk in self._encode(group[start : start + most]):
                     if not (chunk.keys.isfinite() & chunk.values.isfinite()).all():
                         dtype = dtype_name(self.dtype)
                         raise ValueError(
@@ -73,16 +78,18 @@ class ChunkEncoder(LanguageModel):
         return chunks
 
     @torch.no_grad()
-    def _encode(self, ids: Int[Tensor, "documents tokens"]) -> list[ChunkCache]:
-        prefixed = torch.cat([self.prefix.expand(len(ids), -1), ids], dim=1)
-        cache = RowCache(self.row_model, self.cache_shape(*prefixed.shape))
+    def _encode(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
+        texts = [self.with_features(document) for document in documents]
+        prefix = Tokens.text(self.prefix, self.axes)
+        prefixed = [Tokens.side_by_side([prefix, text]) for text in texts]
+        cache = RowCache(self.row_model, self.cache_shape(len(texts), len(prefixed[0])))
         with capture_unrotated_keys() as captured:
             cache.encode(prefixed)
         keys = torch.stack([torch.cat(captured[layer], dim=2) for layer in range(len(cache.keys))], dim=1)
         values = cache.values.transpose(0, 1)  # [documents, layers, groups, rows, dim]
         return [
-            ChunkCache(document, {"keys": key, "values": value}, dict(self.fingerprint))
-            for document, key, value in zip(ids, keys, values, strict=True)
+            ChunkCache.of(text, key, value, document.images, dict(self.fingerprint))
+            for document, text, key, value in zip(documents, texts, keys, values, strict=True)
         ]
 
     def compose(self, chunks: Sequence[ChunkCache]) -> Context:

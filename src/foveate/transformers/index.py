@@ -9,13 +9,16 @@ from pathlib import Path
 from random import Random
 from threading import Lock
 from time import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128
 
 from foveate.transformers.chunk import ChunkCache, differences
 from foveate.transformers.documents import Passage, split_documents
 from foveate.transformers.encoder import ChunkEncoder
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.folder import Folder
+from foveate.transformers.model import ReadDocument
 from foveate.transformers.stored_documents import (
     DOCUMENT,
     Document,
@@ -128,7 +131,7 @@ class ChunkIndex:
 
     def add(
         self,
-        documents: Mapping[str, str],
+        documents: Mapping[str, str | bytes],
         max_tokens: int | None = None,
         eight_bit: bool = False,
         track: Track = silent,
@@ -139,7 +142,7 @@ class ChunkIndex:
         cannot take.
 
         Args:
-            documents: Texts by name.
+            documents: Texts by name, and, for a model that sees, contents of image files.
             max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
                 the model's context if smaller.
             eight_bit: Whether to store keys and values as 8-bit integers.
@@ -149,7 +152,10 @@ class ChunkIndex:
             max_tokens = self.encoder.passage_tokens
         if not self._folder.files():
             self._save(".gitignore", b"*\n")
-        sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in documents.items()}
+        texts = {
+            name: text if isinstance(text, str) else xxh3_128(text).hexdigest() for name, text in documents.items()
+        }
+        sources = {name: digest([text, max_tokens, eight_bit, self._fingerprint]) for name, text in texts.items()}
         changed = [name for name, source in sources.items() if self.documents.get(name) != source]
         advance = track("splitting documents", len(changed)) if changed else lambda: None
         for name in changed:
@@ -205,8 +211,9 @@ class ChunkIndex:
         return differences(document.made, self.encoder.fingerprint)
 
     def _document(self, name: str, source: str, passages: list[Passage], eight_bit: bool) -> Document:
-        ids = [self.encoder.tokens(passage.text).tolist() for passage in passages]
-        return Document(name, source, self.made, passages, ids, [self._file(each, eight_bit) for each in ids])
+        read = [self.encoder.read(passage.content) for passage in passages]
+        ids, files = [each.ids.tolist() for each in read], [self._file(each, eight_bit) for each in read]
+        return Document(name, source, self.made, passages, ids, files)
 
     def _put(self, name: str, document: Document | None) -> None:
         """Write the file of a document, or remove it."""
@@ -225,11 +232,12 @@ class ChunkIndex:
         Raises:
             ValueError: If the passage has no tokens, or is longer than the model's context.
         """
-        ids = self.encoder.tokens(passage.text).tolist()
+        read = self.encoder.read(passage.text)
+        ids = read.ids.tolist()
         self._check(passage, ids)
         with self._growing:
             if ids not in self.ids:
-                self._files.append(self._file(ids))
+                self._files.append(self._file(read))
                 self.ids.append(ids)
                 self.passages.append(passage)
             return self.ids.index(ids)
@@ -239,8 +247,10 @@ class ChunkIndex:
             raise ValueError(f"{passage.name} has no tokens: leave it out")
         self.encoder.check_length(len(self.encoder.prefix) + len(ids), f"{passage.name} with its prefix", "split it")
 
-    def _file(self, ids: list[int], eight_bit: bool = False) -> str:
-        return digest([self._fingerprint, ids]) + (EIGHT_BIT if eight_bit else ".safetensors")
+    def _file(self, read: ReadDocument, eight_bit: bool = False) -> str:
+        return digest([self._fingerprint, read.ids.tolist(), *read.images]) + (
+            EIGHT_BIT if eight_bit else ".safetensors"
+        )
 
     # --- chunks ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +322,7 @@ class ChunkIndex:
     def _read(self, passage: int) -> ChunkCache:
         try:
             with self._folder.opened(self._files[passage]) as path:
-                return ChunkCache.load(path, self.encoder, self.ids[passage])
+                return ChunkCache.load(path, self.encoder, self._content(passage))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -323,8 +333,11 @@ class ChunkIndex:
         self._write(self._files[passage], content)
         return chunk
 
+    def _content(self, passage: int) -> Any:
+        return self.passages[passage].content if self.passages[passage].image else self.ids[passage]
+
     def _encode(self, passage: int) -> ChunkCache:
-        (chunk,) = self.encoder.encode([self.ids[passage]])
+        (chunk,) = self.encoder.encode([self._content(passage)])
         return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
 
     def _write(self, file: str, content: bytes) -> bool:
@@ -365,7 +378,7 @@ class ChunkIndex:
 def index_documents(
     place: str | Path,
     encoder: ChunkEncoder,
-    documents: Mapping[str, str],
+    documents: Mapping[str, str | bytes],
     max_tokens: int | None = None,
     eight_bit: bool = False,
     *,

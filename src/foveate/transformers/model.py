@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
-from itertools import groupby
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -18,46 +18,80 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
+    Cohere2Config,
+    CohereConfig,
+    Gemma3Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
+    Idefics3Config,
     LlamaConfig,
+    LlavaOnevisionConfig,
     LogitsProcessor,
     MinLengthLogitsProcessor,
     MistralConfig,
     MixtralConfig,
     NoRepeatNGramLogitsProcessor,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
+    SmolLM3Config,
+    SmolVLMConfig,
 )
 
 from foveate.transformers.attention import CACHE, row_model
 from foveate.transformers.control_tokens import SafeTokenizer
 from foveate.transformers.fingerprint import fingerprint
+from foveate.transformers.images import ImageReader, PreparedImage, image_token
+from foveate.transformers.rotations import Rotations, position_axes
 from foveate.transformers.row_cache import SPARE_ROWS, RowCache
+from foveate.transformers.tokens import Tokens
 from foveate.utils.device import choose_device, choose_dtype
 
-__all__ = ["LanguageModel", "Text", "chat_frame", "check_config", "check_model", "load_model", "unknown_words"]
+__all__ = [
+    "Document", "LanguageModel", "ReadDocument", "Text", "chat_frame", "check_config", "check_model", "load_model",
+    "load_processor", "reads_images", "unknown_words",
+]  # fmt: skip
 
 Text = str | Sequence[int]
 """Text, or token ids."""
+Document = Text | Sequence[Any]
+"""Text, token ids, or a list of texts and images (PIL)."""
 
 FAMILIES = (
     LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, Phi3Config, MixtralConfig, Qwen3MoeConfig, Gemma3TextConfig,
-    GptOssConfig,
+    GptOssConfig, Olmo2Config, Olmo3Config, SmolLM3Config, GraniteConfig, GlmConfig, Glm4Config, CohereConfig,
+    Cohere2Config,
 )  # fmt: skip
-ROPE_TYPES = "default", "linear", "llama3", "yarn"
+SEEING = Qwen2_5_VLConfig, Qwen3VLConfig, Gemma3Config, SmolVLMConfig, Idefics3Config, LlavaOnevisionConfig
+"""Families whose chunks may hold images. Their text models are of `FAMILIES`, or these:"""
+SEEING_TEXT = Qwen2_5_VLTextConfig, Qwen3VLTextConfig
+PARTIAL = Phi3Config, GlmConfig, Glm4Config
+"""Families that may rotate only some channels of a key."""
+ROPE_TYPES = "default", "linear", "llama3", "yarn", "dynamic", "longrope"
 ATTENTION = "sdpa", "eager"
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UNMEASURED = (
-    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16 or float32, "
-    "or with dequantize=True in its quantization config"
+    "the accuracy of recomputed rows has not been measured for them; load the model in bfloat16, float16, float32, "
+    "as int8 or float8 weights only by torchao, or with dequantize=True in its quantization config"
 )
+IMAGES_NEED = "pass the model's processor in place of its tokenizer (pip install 'foveate[vision]')"
 USER_TEXT = "<<what the user says>>"
 CAPACITY_STEP = 256
 """Capacities are multiples of this, so that contexts of similar lengths use the same memory and graphs."""
@@ -98,7 +132,8 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=precision, **options)
+        kind = AutoModelForImageTextToText if type(config) in SEEING else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(source, dtype=precision, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _unloadable(model, error) from error
     return loaded.to(where).eval(), tokenizer
@@ -112,6 +147,33 @@ def _source(model: str | Path) -> tuple[str | Path, dict[str, Any]]:
 
 def _unloadable(model: str | Path, error: Exception) -> ValueError:
     return ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}")
+
+
+def reads_images(model: str | Path) -> bool:
+    """Whether a model sees, and the extra `vision` is installed. Reads no more than the model's config.
+
+    Raises:
+        ValueError: If the config cannot be loaded.
+    """
+    source, options = _source(model)
+    if options or not (find_spec("torchvision") and find_spec("PIL")):
+        return False
+    try:
+        return type(AutoConfig.from_pretrained(source)) in SEEING
+    except (OSError, ValueError, KeyError) as error:
+        raise _unloadable(model, error) from error
+
+
+def load_processor(model: str | Path) -> Any:
+    """Load the processor of a model that sees.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    try:
+        return AutoProcessor.from_pretrained(model)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _unloadable(model, error) from error
 
 
 def chat_frame(tokenizer: Any, chat: bool | None = None, date: str = "") -> tuple[str, str]:
@@ -177,7 +239,8 @@ def check_config(config: Any) -> None:
         ValueError: If not, with the reason and, if known, the remedy.
     """
     _check_family(config)
-    if (quantised := getattr(config, "quantization_config", None)) and not _get(quantised, "dequantize"):
+    quantised = getattr(config, "quantization_config", None)
+    if quantised and not _get(quantised, "dequantize") and _get(quantised, "quant_method") != "torchao":
         raise ValueError(f"the weights are quantised: {UNMEASURED}")
 
 
@@ -185,23 +248,25 @@ def _get(options: Any, name: str) -> Any:
     return options.get(name) if isinstance(options, dict) else getattr(options, name, None)
 
 
+def _rope(text: Any) -> dict[str, Any]:
+    return getattr(text, "rope_parameters", None) or {}
+
+
 def _check_family(config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    if type(config) not in FAMILIES:
-        reason = "other models are not tested" if rope else "it has no rotary positions to move keys by"
-        *names, last = (kind.__name__.removesuffix("Config") for kind in FAMILIES)
+    text = config.get_text_config()
+    if type(config) not in (*FAMILIES, *SEEING) or type(text) not in (*FAMILIES, *SEEING_TEXT):
+        *names, last = (kind.__name__.removesuffix("Config") for kind in (*FAMILIES, *SEEING))
+        reason = "other models are not tested" if _rope(text) else "it has no rotary positions to move keys by"
         raise ValueError(
             f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
         )
+    rope = _rope(text)
     for one in [rope] if "rope_type" in rope else rope.values():  # Gemma 3 has one for each type of layers
         if one["rope_type"] not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type {one['rope_type']!r} rotates keys by angles that depend on the total length: use one of "
-                f"{', '.join(ROPE_TYPES)}"
-            )
-        if one.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"rope_type {one['rope_type']!r} is not tested: use one of {', '.join(ROPE_TYPES)}")
+        if one.get("partial_rotary_factor", 1.0) != 1.0 and type(text) not in PARTIAL:
             raise ValueError(f"partial_rotary_factor={one['partial_rotary_factor']} is not tested: it must be 1")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention lets tokens see later ones: cached chunks need causal attention")
 
 
@@ -213,7 +278,8 @@ def check_model(model: PreTrainedModel) -> None:
     """
     config: Any = model.config
     _check_family(config)
-    expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    seeing = type(config) in SEEING
+    expected: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seeing else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     if hasattr(model, "_orig_mod"):
         raise ValueError("the model is compiled, and its layers cannot attend by rows: pass it without torch.compile")
     if not isinstance(model, expected):
@@ -222,12 +288,11 @@ def check_model(model: PreTrainedModel) -> None:
             "get_base_model(), which includes the adapters"
         )
     for name, weight in model.state_dict().items():
-        if type(weight) not in (Tensor, Parameter) or weight.dtype not in DTYPES:
+        if not (_is_plain(weight) or _is_weight_only(weight)):
             raise ValueError(f"the weights are quantised, such as {name}: {UNMEASURED}")
-    if config._attn_implementation not in ATTENTION:
+    if (attention := model.get_decoder().config._attn_implementation) not in ATTENTION:
         raise ValueError(
-            f"{config._attn_implementation!r} attention cannot attend by rows: load the model with "
-            'attn_implementation="sdpa"'
+            f'{attention!r} attention cannot attend by rows: load the model with attn_implementation="sdpa"'
         )
     if len(devices := {weight.device for weight in model.parameters()}) > 1 or "meta" in {d.type for d in devices}:
         raise ValueError(f"the model must be on one device, not on {', '.join(sorted(map(str, devices)))}")
@@ -235,12 +300,45 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError("the model is in training mode, where dropout changes cached chunks: call model.eval()")
 
 
+def _is_plain(weight: Any) -> bool:
+    return type(weight) in (Tensor, Parameter) and weight.dtype in DTYPES
+
+
+def _is_weight_only(weight: Any) -> bool:
+    """Whether torchao keeps a weight as int8 or float8, and activations as they are."""
+    kind = type(weight)
+    known = kind.__module__.startswith("torchao.") and kind.__name__ in ("Int8Tensor", "Float8Tensor")
+    return known and getattr(weight, "act_quant_kwargs", None) is None
+
+
+class ReadDocument(NamedTuple):
+    """A document, tokenized, with its images prepared.
+
+    Attributes:
+        parts: Texts and images, in order.
+    """
+
+    parts: list[Tokens | PreparedImage]
+
+    @property
+    def ids(self) -> Int[Tensor, "tokens"]:
+        """Token ids, with placeholders for images."""
+        return torch.cat([part.tokens.ids if isinstance(part, PreparedImage) else part.ids for part in self.parts])
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Hash of each image."""
+        return tuple(part.checksum for part in self.parts if isinstance(part, PreparedImage))
+
+
 class LanguageModel:
     """A causal language model, its tokenizer, and the prefix of every context: the base of `ChunkEncoder`.
 
     Attributes:
         model: Causal language model of `transformers`. It is never changed.
+        config: Config of the model's text part.
         row_model: Copy of the model that shares its weights and attends by rows.
+        axes: Number of axes of positions: 3 in Qwen-VL, else 1.
         tokenizer: Copy of the model's tokenizer that reads the names of control tokens as text.
         prefix: Token ids before every context.
         fingerprint: Hashes of everything besides their text that cached chunks depend on, by name.
@@ -249,14 +347,20 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
         check_model(model)
         self.model: Any = model
-        self.row_model = row_model(model)
+        self.config: Any = model.config.get_text_config()
+        self.row_model, self.axes = row_model(model), position_axes(self.config)
+        self._rotations = Rotations(model.get_decoder())
         self._spare: list[RowCache] = []
+        processor, tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
         self._safe = SafeTokenizer(tokenizer)
         self.tokenizer = self._safe.for_texts
         if prefix is None:
             prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.prefix = self.tokens(self.fill(prefix) if isinstance(prefix, str) else prefix)
         self.fingerprint = fingerprint(model, tokenizer, tuple(self.prefix.tolist()))
+        self._images = ImageReader(processor, self.row_model) if hasattr(processor, "image_processor") else None
+        if self._images:
+            self.fingerprint["processor"] = self._images.fingerprint
 
     @property
     def name(self) -> str:
@@ -281,12 +385,28 @@ class LanguageModel:
     @property
     def head_dim(self) -> int:
         """Size of a key or value of one head."""
-        return self.model.model.layers[0].self_attn.head_dim
+        return self.model.get_decoder().layers[0].self_attn.head_dim
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of the model's context.
+
+        With "longrope", the length that the model was first trained for: keys of longer texts turn by other angles.
+        """
+        rope = self.config.rope_parameters
+        if rope.get("rope_type") == "longrope":
+            return min(self.config.max_position_embeddings, rope["original_max_position_embeddings"])
+        return self.config.max_position_embeddings
 
     @property
     def passage_tokens(self) -> int:
         """Default largest number of tokens in a passage: 512, or a quarter of the model's context if smaller."""
-        return min(512, self.model.config.max_position_embeddings // 4)
+        return min(512, self.max_tokens // 4)
+
+    @property
+    def sees(self) -> bool:
+        """Whether documents may hold images: the model sees, and came with its processor."""
+        return self._images is not None
 
     def fill(self, template: str, texts: Mapping[str, str] | None = None) -> list[int]:
         """Token ids of a template with texts in its places. Control tokens come from the template, never from a text.
@@ -321,12 +441,45 @@ class LanguageModel:
         if isinstance(text, int):
             raise ValueError(f"pass a text or a list of token ids, not the number {text}: [{text}]")
         ids = self._safe.text(text) if isinstance(text, str) else list(text)
-        tokens, size = torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size
+        tokens, size = torch.tensor(ids, dtype=torch.long), self.config.vocab_size
         if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
             raise ValueError(
                 f"token id {wrong[0]} is outside the model's vocabulary, 0 to {size - 1}: use its own tokenizer"
             )
+        if image_token(self.model.config) in ids:
+            raise ValueError("the token ids hold the placeholder of an image: pass a list of texts and images instead")
         return tokens.to(self.device)
+
+    def read(self, document: Document) -> "ReadDocument":
+        """Tokens of a document, and its images as the model's processor prepares them.
+
+        Raises:
+            ValueError: If `document` is no text, no token ids and no list of texts and images, or the model cannot
+                read images.
+        """
+        is_text = isinstance(document, str | int) or all(isinstance(part, int) for part in document)
+        parts: Sequence[Any] = [document] if is_text else document
+        read: list[Tokens | PreparedImage] = []
+        for part in parts:
+            if isinstance(part, str) or is_text:
+                read.append(Tokens.text(self.tokens(part)))
+            elif hasattr(part, "convert"):
+                read.append(self._prepared(part))
+            else:
+                raise ValueError(f"a document holds texts and images (PIL), not {part!r:.40}")
+        return ReadDocument(read)
+
+    def _prepared(self, image: Any) -> PreparedImage:
+        if self._images is not None:
+            return self._images.prepare(image)
+        if type(self.model.config) in SEEING:
+            raise ValueError(f"the model was given without what prepares images: {IMAGES_NEED}")
+        raise ValueError(f"{self.name} reads no images: leave them out, or load a model that sees")
+
+    def with_features(self, document: "ReadDocument") -> Tokens:
+        """Tokens with the features of the document's images, which this computes, at positions from 0."""
+        parts = [self._images.features(p) if isinstance(p, PreparedImage) else p for p in document.parts]  # type: ignore
+        return Tokens.side_by_side([part.on_axes(self.axes) for part in parts])
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
         """Check that `what` has no more tokens than the model's context.
@@ -334,31 +487,31 @@ class LanguageModel:
         Raises:
             ValueError: If it has more, with both lengths and the remedy.
         """
-        if tokens <= (limit := self.model.config.max_position_embeddings):
+        if tokens <= (limit := self.max_tokens):
             return
-        rope = self.model.config.rope_parameters
+        rope = self.config.rope_parameters
         rope = rope.get("full_attention", rope)
+        if rope["rope_type"] == "longrope":
+            remedy += "; longer texts turn all keys by other angles (longrope), which chunks cannot follow"
+            raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
         reach = int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or 0))
         if reach > limit:
             remedy += f", or load the model with max_position_embeddings={reach}, the reach of {rope['rope_type']}"
         raise ValueError(f"{what}: {tokens} tokens, but the model takes at most {limit}; {remedy}")
 
-    def rotations(self, positions: Int[Tensor, "tokens"]) -> list[tuple[slice, Tensor, Tensor]]:
-        """Cosines and sines [tokens, dim] to rotate keys, in float32 or wider, for each run of equal layers."""
-        rotary, layers = self.model.model.rotary_emb, self.model.config.num_hidden_layers
-        wide = torch.empty(0, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        kinds = self.model.config.layer_types if hasattr(rotary, "layer_types") else [None] * layers
-        runs: list[tuple[slice, Tensor, Tensor]] = []
-        for kind, run in groupby(range(layers), lambda layer: kinds[layer]):
-            tables = rotary(wide, positions[None].to(self.device), *([kind] if kind else []))
-            cos, sin = (table[0].repeat(1, self.head_dim // table.shape[-1]) for table in tables)
-            first, *others = run
-            runs.append((slice(first, first + 1 + len(others)), cos, sin))
-        return runs
+    def rotations(self, positions: Int[Tensor, "*axes tokens"]) -> list[tuple[Any, ...]]:
+        """Rotations of keys to these positions, in float32 or wider; see `Rotations`."""
+        at, wide = positions.to(self.device).expand(self.axes, -1), torch.promote_types(self.dtype, torch.float32)
+        return self._rotations(at, wide)
+
+    @property
+    def pair_order(self) -> Int[Tensor, "dim"] | None:
+        """Order of channels in which `rotations` rotate; see `Rotations`."""
+        return self._rotations.order
 
     def cache_shape(self, batch: int, rows: int) -> tuple[int, int, int, int, int]:
         """Shape of the keys or the values of all layers: [layers, batch, groups, rows, dim]."""
-        config = self.model.config
+        config = self.config
         return config.num_hidden_layers, batch, config.num_key_value_heads, rows, self.head_dim
 
     def row_cache(self, batch: int, rows: int) -> RowCache:
@@ -370,8 +523,7 @@ class LanguageModel:
                 with suppress(ValueError):  # another thread has taken it
                     self._spare.remove(cache)
                     return cache
-        config = self.model.config
-        experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts"))
+        experts = any(getattr(self.config, name, 0) for name in ("num_experts", "num_local_experts"))
         graphs = self.device.type == "cuda" and not experts  # experts synchronise to count their tokens
         shape = self.cache_shape(batch, capacity)
         try:
@@ -415,6 +567,8 @@ class LanguageModel:
             ValueError: If a text may become too long for the model, or an option is not supported.
         """
         longest = max(map(len, texts))
+        if cache is None and self.sees and any((ids == image_token(self.model.config)).any() for ids in texts):
+            raise ValueError("texts with images need their cache: patch a context with FullPrefill")
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
         self._check(options, cached=kept is not None, several=len(texts) > 1)
         # padded by a token of the text, so that repetition penalties count no other token

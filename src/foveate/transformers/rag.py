@@ -185,7 +185,7 @@ def _answer(
     compared: bool = False,
 ) -> Answer:
     """A timed answer; `composed` holds the seconds of the steps that composed the context."""
-    if isinstance(method, FullPrefill):
+    if isinstance(method, FullPrefill) and context.tokens.features is None:
         ids = torch.cat([context.ids, context.lm.tokens(prompt)])
         clock = _TokenClock(context.lm.device)
         (text,) = context.lm.generate([ids], max_new_tokens=max_new_tokens, streamer=clock)

@@ -9,8 +9,11 @@ from importlib.util import find_spec
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-__all__ = ["SUFFIXES", "describe_ignored", "read_documents"]
+from foveate.transformers.documents import opened_image
+
+__all__ = ["PICTURES", "SUFFIXES", "describe_ignored", "read_documents"]
 
 PLAIN = (
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".log", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".ini",
@@ -21,13 +24,17 @@ PLAIN = (
 """Suffixes of files that are read as they are."""
 PACKAGES = {".html": "markdownify", ".htm": "markdownify", ".pdf": "pypdf", ".docx": "docx"}
 """Package of the extra `documents` that reads a type of files, by suffix."""
+PICTURES = ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"
+"""Suffixes of images, for models that see."""
 SUFFIXES = *PLAIN, ".csv", ".tsv", *PACKAGES
 
 
 def read_documents(
-    folder: Path, skipped: list[str] | None = None, ignored: Counter[str] | None = None
-) -> dict[str, str]:
+    folder: Path, skipped: list[str] | None = None, ignored: Counter[str] | None = None, pictures: bool = False
+) -> dict[str, Any]:
     """Texts of all files with one of the `SUFFIXES` in a folder and its subfolders, by path.
+
+    With `pictures`, also the contents of files with one of the suffixes `PICTURES`, as bytes.
 
     Hidden files are left out, and subfolders that git ignores as a whole, such as indexes: their .gitignore is `*`.
 
@@ -36,6 +43,7 @@ def read_documents(
         skipped: List that receives the reasons for skipped files: they are empty, damaged, not UTF-8, unreadable, or
             links to outside of the folder. None raises an error that names all of them.
         ignored: Counter that receives the number of the other files, by type.
+        pictures: Whether to read pictures.
 
     Raises:
         ValueError: If the folder does not exist or has no document, or none of them can be read.
@@ -48,13 +56,13 @@ def read_documents(
     elif folder.is_dir():
         found: dict[str, Path] = {}
         for path in sorted(_files(folder, bad)):
-            if other := _other_type(path.suffix.lower()):
+            if other := _other_type(path.suffix.lower(), pictures):
                 others[other] += 1
             else:
                 found[path.relative_to(folder).as_posix()] = path
     else:
         raise ValueError(f"{folder} is not a folder: name one with documents")
-    documents: dict[str, str] = {}
+    documents: dict[str, str | bytes] = {}
     for name, path in found.items():
         try:
             text = READERS.get(path.suffix.lower(), _plain)(path)
@@ -89,9 +97,9 @@ def describe_ignored(ignored: Counter[str]) -> str:
     return f"ignored {ignored.total()} files: {types}" if ignored else ""
 
 
-def _other_type(suffix: str) -> str:
+def _other_type(suffix: str, pictures: bool) -> str:
     """Type of files that are ignored, for `describe_ignored`; empty for documents."""
-    if suffix not in SUFFIXES:
+    if suffix not in (*SUFFIXES, *(PICTURES if pictures else ())):
         return suffix or "without a suffix"
     missing = suffix in PACKAGES and find_spec(PACKAGES[suffix]) is None
     return f"{suffix} (pip install 'foveate[documents]')" if missing else ""
@@ -124,6 +132,11 @@ def _is_ignored(folder: Path) -> bool:
 
 def _plain(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
+
+
+def _picture(path: Path) -> bytes:
+    opened_image(content := path.read_bytes())
+    return content
 
 
 def _csv(path: Path) -> str:
@@ -171,7 +184,8 @@ def _docx(path: Path) -> str:
     )
 
 
-READERS: dict[str, Callable[[Path], str]] = {
+READERS: dict[str, Callable[[Path], str | bytes]] = {
+    **dict.fromkeys(PICTURES, _picture),
     ".csv": _csv, ".tsv": _csv, ".html": _html, ".htm": _html, ".pdf": _pdf, ".docx": _docx,
 }  # fmt: skip
 """Readers by suffix; other files are read as they are."""

@@ -72,7 +72,7 @@ def _resolve(index: ChunkIndex, question: str, passages: Any) -> list[int]:
 
 def _fit(index: ChunkIndex, passages: Sequence[int], used: int) -> list[int]:
     """The first passages, as many as fit into the model's context after `used` tokens."""
-    limit = index.encoder.model.config.max_position_embeddings
+    limit = index.encoder.max_tokens
     if used >= limit:
         raise ValueError(
             f"question, prompt and answer take {used} tokens, but the model takes at most {limit} with a passage: ask "

@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Key/value cache whose rows are overwritten in any order, with forward passes replayed as CUDA graphs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 from foveate.methods.recompute_policy import Norm
 from foveate.ops.rotary import copy_rows
 from foveate.transformers.attention import CACHE, RowPass, StopForward
+from foveate.transformers.rotations import position_axes
+from foveate.transformers.tokens import Tokens
 from foveate.utils.cuda_graph import record_graph
 
 __all__ = ["SPARE_ROWS", "RowCache"]
@@ -49,7 +51,7 @@ class RowCache(Cache):
 
     def __init__(self, model: Any, shape: Sequence[int], graphs: bool = False) -> None:
         super().__init__(layers=[])
-        self.model, self._graphs = model, graphs
+        self.model, self._graphs, self._decoder = model, graphs, model.get_decoder()
         self.keys, self.values = (torch.zeros(*shape, dtype=model.dtype, device=model.device) for _ in range(2))
         self._stream = _stream(self.keys)
         self._replayed = _Replayed(self._forward) if graphs else None
@@ -64,18 +66,19 @@ class RowCache(Cache):
         """Number of rows, used and free."""
         return self.keys.shape[3]
 
-    def fill(self, contexts: Iterable[tuple[Tensor, Tensor]]) -> "RowCache":
-        """Copy keys and values [layers, 1, groups, rows, dim] of each context.
+    def fill(self, contexts: Iterable[tuple[Tensor, Tensor, int]]) -> "RowCache":
+        """Copy keys and values [layers, 1, groups, rows, dim] of each context, before a token at this position.
 
         The other rows become 0: masked keys count as 0, but only if they are finite.
         """
-        lengths: list[int] = []
-        for i, context in enumerate(contexts):
+        lengths, shifts = list[int](), list[int]()
+        for i, (*context, position) in enumerate(contexts):
             lengths.append(context[0].shape[3])
+            shifts.append(position - lengths[-1])
             for mine, new in zip((self.keys[:, i], self.values[:, i]), context, strict=True):
                 copy_rows(mine[:, :, : lengths[-1]], new[:, 0])
                 mine[:, :, lengths[-1] :] = 0
-        self._contexts = lengths
+        self._contexts, self._shifts = lengths, shifts
         return self
 
     def fits(self, batch: int, capacity: int) -> bool:
@@ -93,7 +96,9 @@ class RowCache(Cache):
         """Fill this cache with `times` adjacent copies of each context and prompt of another cache. Returns itself."""
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             mine.unflatten(1, (-1, times))[..., : other.capacity, :] = theirs[:, :, None]
-        self._contexts, self._ends = ([n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends))
+        self._contexts, self._ends, self._shifts = (
+            [n for n in ns for _ in range(times)] for ns in (other._contexts, other._ends, other._shifts)
+        )
         self._prompted = other._prompted.repeat_interleave(times, 0)
         self.rewind()
         return self
@@ -104,7 +109,7 @@ class RowCache(Cache):
         Args:
             parts: Other caches, and the contexts to take of each.
         """
-        start, self._ends, prompted = 0, list[int](), list[Tensor]()
+        start, self._ends, self._shifts, prompted = 0, list[int](), list[int](), list[Tensor]()
         for other, chosen in parts:
             rows = min(self.capacity, other.capacity)
             for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
@@ -113,6 +118,7 @@ class RowCache(Cache):
                 mine[..., rows:, :] = 0
             start += len(chosen)
             self._ends += [other._ends[i] for i in chosen]
+            self._shifts += [other._shifts[i] for i in chosen]
             prompted.append(other._prompted[chosen, -1:])
         self._prompted = torch.cat(prompted)
         self._contexts = [end - 1 for end in self._ends]
@@ -121,26 +127,30 @@ class RowCache(Cache):
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    def encode(self, ids: Int[Tensor, "batch capacity"]) -> None:
+    def encode(self, texts: Sequence[Tokens]) -> None:
         """Compute all rows. A single pass is causal attention, for which PyTorch has faster kernels."""
-        self.overwrite(ids, self._from(0, ids.shape[1])[None], causal=ids.numel() <= RECOMPUTE_ROWS)
+        self.overwrite_first(texts, causal=len(texts) * len(texts[0]) <= RECOMPUTE_ROWS)
+
+    def overwrite_first(self, texts: Sequence[Tokens], **options: Any) -> None:
+        """Overwrite the first rows by these texts, as by `overwrite`. Rows after the end of a shorter text change."""
+        rows = self._from(0, max(map(len, texts)))
+        batch = self._stacked(texts, [rows[: len(text)] for text in texts], list(map(len, texts)))
+        if batch.images is None or batch.images.seen is None:
+            batch = batch._replace(rows=rows[None])  # one for all is faster
+        self.overwrite(batch, **options)
 
     @torch.no_grad()
-    def overwrite(
-        self, ids: Int[Tensor, "batch tokens"], rows: Int[Tensor, "#batch tokens"], **options: Any
-    ) -> Float[Tensor, "batch tokens width"]:
+    def overwrite(self, batch: "_Batch", **options: Any) -> Float[Tensor, "batch tokens width"]:
         """Final hidden states of tokens, each of which attends to the rows up to its own.
 
-        Their keys and values overwrite these rows.
+        Their keys and values overwrite their rows.
 
         Args:
-            ids: Token ids.
-            rows: Row of each token, ascending; also its position.
+            batch: Tokens and their rows.
             **options: Fields of `RowPass`: with `last`, the result is empty.
         """
-        most = max(1, RECOMPUTE_ROWS // len(ids))
-        parts = zip(ids.split(most, 1), rows.split(most, 1), strict=True)
-        return torch.cat([self._run(*part, part[1], **options) for part in parts], 1)
+        most = max(1, RECOMPUTE_ROWS // len(batch.ids))
+        return torch.cat([self._run(part, **options) for part in batch.split(most)], 1)
 
     @torch.no_grad()
     def received(
@@ -155,30 +165,33 @@ class RowCache(Cache):
             norm: Norm over the tokens of the prompt.
         """
         rows, ends = self._after(prompts)
-        positions = [at + start - rows for at, start, rows in zip(rows, starts, self._contexts, strict=True)]
-        ids, at, counted = _padded(prompts, rows, ends)
-        shifted = _padded(prompts, positions, ends)[1]
-        return self._run(ids, at, shifted, counted, last=max(layers), scoring=layers, norm=norm)
+        texts = [Tokens.text(ids, self._axes, start) for ids, start in zip(prompts, starts, strict=True)]
+        return self._run(self._stacked(texts, rows, ends), last=max(layers), scoring=layers, norm=norm)
 
     @torch.no_grad()
     def repair(
         self,
-        ids: Sequence[Int[Tensor, "_"]],
+        contexts: Sequence[Tokens],
         rows: Sequence[Int[Tensor, "_"]],
         prompts: Sequence[Int[Tensor, "_"]],
     ) -> None:
         """Recompute some rows, and in the same pass the prompts after them, whose result `append` then returns.
 
         Args:
-            ids: Token ids of each context.
+            contexts: Tokens of each context.
             rows: Rows of each context to recompute, ascending.
             prompts: Token ids of a prompt for each context.
         """
         after, self._ends = self._after(prompts)
-        texts = [torch.cat([context[some], prompt]) for context, some, prompt in zip(ids, rows, prompts, strict=True)]
+        starts = [start + shift for start, shift in zip(self._contexts, self._shifts, strict=True)]
+        asked = [Tokens.text(prompt, self._axes, start) for prompt, start in zip(prompts, starts, strict=True)]
+        texts = [
+            Tokens.joined([context.chosen(some), prompt])
+            for context, some, prompt in zip(contexts, rows, asked, strict=True)
+        ]
         places = [torch.cat(pair) for pair in zip(rows, after, strict=True)]
-        padded, at, _ = _padded(texts, places, self._ends)
-        hidden, longest = self.overwrite(padded, at), max(map(len, prompts))
+        batch = self._stacked(texts, places, self._ends, contexts)
+        hidden, longest = self.overwrite(batch), max(map(len, prompts))
         ends = [(part[: len(text)][-len(prompt) :]) for part, text, prompt in zip(hidden, texts, prompts, strict=True)]
         self._prompted = torch.stack([pad(end, (0, 0, longest - len(end), 0)) for end in ends])
         self.rewind()
@@ -196,10 +209,12 @@ class RowCache(Cache):
         self.length += ids.shape[1]
         if self._lengths is None:
             self._lengths = torch.cat([self._from(end, 1) for end in self._ends])[:, None]
+            shifts = [self._from(shift, 1) for shift in self._shifts]
+            self._shifted = torch.cat(shifts)[:, None] if any(self._shifts) else 0
             return self._prompted
         rows = self._lengths + self._from(0, ids.shape[1])
         self._lengths = self._lengths + ids.shape[1]
-        return self.overwrite(ids, rows)
+        return self.overwrite(_Batch(ids, rows, (rows + self._shifted).expand(self._axes, -1, -1)))
 
     def advance(self, ids: Int[Tensor, "batch 1"]) -> None:
         """Append a token to each context, as the end of its prompt."""
@@ -217,33 +232,72 @@ class RowCache(Cache):
         pairs = list(zip(self._contexts, map(len, prompts), strict=True))
         return [self._from(*pair) for pair in pairs], [sum(pair) for pair in pairs]
 
-    def _run(
-        self, ids: Tensor, rows: Tensor, positions: Tensor, counted: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        tokens = ids.shape[1]
-        counted = torch.ones_like(rows, dtype=torch.bool) if counted is None else counted
-        if self._replayed is None or ids.numel() > GRAPH_ROWS:
-            return self._forward(ids, rows, positions, counted, **options)
+    @property
+    def _axes(self) -> int:
+        return position_axes(self._decoder.config)
+
+    def _stacked(
+        self,
+        texts: Sequence[Tokens],
+        rows: Sequence[Tensor],
+        ends: Sequence[int],
+        wholes: Sequence[Tokens] | None = None,
+    ) -> "_Batch":
+        """Texts padded to one length. Padding is at the rows `ends`.
+
+        Args:
+            texts: Tokens.
+            rows: Row of each token.
+            ends: Row of the padding of each text.
+            wholes: All tokens of each context, of which the texts are some. None: the texts themselves.
+        """
+        longest = max(map(len, texts))
+        each = zip(rows, ends, strict=True)
+        at = torch.stack([pad(places, (0, longest - len(places)), value=end) for places, end in each])
+        counted = torch.stack([self._from(0, longest) < len(text) for text in texts])
+        ids = pad_sequence([text.ids for text in texts], batch_first=True)
+        positions = torch.stack([pad(text.positions, (0, longest - len(text))) for text in texts], 1)
+        joined = Tokens.joined(texts)
+        if joined.features is None:
+            return _Batch(ids, at, positions, counted)
+        image = [pad(each, (0, longest - len(each)), value=-1) for each in joined.image.split(list(map(len, texts)))]
+        seen = None
+        if self.model.config.model_type == "gemma3":  # tokens of an image see all of it
+            seen = at.clone()
+            for mine, whole, some in zip(seen, wholes or texts, rows, strict=True):
+                of_whole = some < len(whole)  # the others are of the prompt
+                mine[: len(some)][of_whole] = whole.image_ends()[some[of_whole]]
+        return _Batch(ids, at, positions, counted, _Images(torch.stack(image), joined.features, seen))
+
+    def _run(self, batch: "_Batch", **options: Any) -> Tensor:
+        tokens = batch.ids.shape[1]
+        counted = torch.ones_like(batch.rows, dtype=torch.bool) if batch.counted is None else batch.counted
+        inputs = batch.ids, batch.rows, batch.positions, counted
+        if self._replayed is None or batch.images is not None or batch.ids.numel() > GRAPH_ROWS:
+            return self._forward(*inputs, images=batch.images, **options)
         # the padding of a graph goes to the row after the last one, which no other token attends to
         more = -tokens % (1 if tokens == 1 else 16 if tokens <= 256 else 64)
-        rows, positions = (torch.cat([x, (x[:, -1:] + 1).expand(-1, more)], 1) for x in (rows, positions))
-        out = self._replayed(pad(ids, (0, more)), rows, positions, pad(counted, (0, more)), **options)
+        ids, rows, positions, counted = (
+            pad(x, (0, more)) if x.dtype == torch.bool or x is batch.ids else _continued(x, more) for x in inputs
+        )
+        out = self._replayed(ids, rows, positions, counted, **options)
         return out if options.get("scoring") else out[:, :tokens]
 
     def _forward(
         self,
         ids: Int[Tensor, "batch tokens"],
         rows: Int[Tensor, "#batch tokens"],
-        positions: Int[Tensor, "#batch tokens"],
+        positions: Int[Tensor, "axes #batch tokens"],
         counted: Bool[Tensor, "#batch tokens"],
+        images: "_Images | None" = None,
         **options: Any,
     ) -> Tensor:
         # a copy, because attention caches results by the tensor of rows, and graphs change their inputs
-        self._row_pass = RowPass(rows.clone(), counted, **options)
+        self._row_pass = RowPass(rows.clone(), counted, seen=images and images.seen, **options)
+        inputs = {"input_ids": ids} if images is None else images.inputs(ids, self._decoder.get_input_embeddings())
+        at = positions[0] if len(positions) == 1 else positions
         with suppress(StopForward):
-            return self.model.model(
-                input_ids=ids, position_ids=positions, **{CACHE: self}, row_pass=self._row_pass
-            ).last_hidden_state
+            return self._decoder(**inputs, position_ids=at, **{CACHE: self}, row_pass=self._row_pass).last_hidden_state
         received = self._row_pass.received
         return torch.stack(received).mean(0) if received else self.keys.new_empty(len(ids), ids.shape[1], 0)
 
@@ -276,15 +330,61 @@ class RowCache(Cache):
             rows.copy_(rows[:, beam_idx])
 
 
-def _padded(
-    texts: Sequence[Tensor], rows: Sequence[Tensor], ends: Sequence[int]
-) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Texts padded to one length, rows of their tokens (padding is at `ends`), and the mask of real tokens."""
-    longest = max(map(len, texts))
-    padded = [pad(at, (0, longest - len(at)), value=end) for at, end in zip(rows, ends, strict=True)]
-    every = torch.arange(longest, device=rows[0].device)
-    counted = torch.stack([every < len(text) for text in texts])
-    return pad_sequence(list(texts), batch_first=True), torch.stack(padded), counted
+class _Images(NamedTuple):
+    """Image tokens of a batch.
+
+    Attributes:
+        image: Row of the features of each token; -1 for text.
+        features: See `Tokens`.
+        seen: Last row that each token sees, if tokens of an image see all of it, as in Gemma 3.
+    """
+
+    image: Int[Tensor, "batch tokens"]
+    features: Float[Tensor, "levels rows width"]
+    seen: Int[Tensor, "batch tokens"] | None = None
+
+    def inputs(self, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Arguments of a decoder."""
+        mask = self.image >= 0
+        first, *later = self.features
+        texts = embed(ids.masked_fill(mask, 0))  # the placeholder may be outside of the vocabulary
+        embeddings = torch.where(mask[..., None], first[self.image.clamp(min=0)], texts)
+        if not later:
+            return {"inputs_embeds": embeddings}
+        added = [level[self.image[mask]] for level in later]
+        return {"inputs_embeds": embeddings, "visual_pos_masks": mask, "deepstack_visual_embeds": added}
+
+
+class _Batch(NamedTuple):
+    """Tokens of a forward pass.
+
+    Attributes:
+        ids: Token ids.
+        rows: Row of each token, ascending.
+        positions: Position of each token.
+        counted: Mask of the tokens that are not padding. None: there is no padding.
+        images: Images. None: all are tokens of text.
+    """
+
+    ids: Int[Tensor, "batch tokens"]
+    rows: Int[Tensor, "#batch tokens"]
+    positions: Int[Tensor, "axes #batch tokens"]
+    counted: Bool[Tensor, "batch tokens"] | None = None
+    images: _Images | None = None
+
+    def split(self, most: int) -> Iterator["_Batch"]:
+        """Parts of at most `most` tokens for each context; images that are seen as a whole are not divided."""
+        tokens = self.ids.shape[1]
+        most = tokens if self.images and self.images.seen is not None else most
+        for start in range(0, tokens, most):
+            some = slice(start, start + most)
+            images = self.images and self.images._replace(image=self.images.image[:, some])
+            yield _Batch(self.ids[:, some], self.rows[:, some], self.positions[..., some], None, images)
+
+
+def _continued(x: Tensor, more: int) -> Tensor:
+    """Ascending numbers, with the number after the last `more` times."""
+    return torch.cat([x, (x[..., -1:] + 1).expand(*x.shape[:-1], more)], -1)
 
 
 def _stream(tensor: Tensor) -> Any:

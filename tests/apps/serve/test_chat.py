@@ -352,8 +352,13 @@ def test_values_of_openai_that_ask_for_nothing_change_nothing(ask, texts):
     for wrong in ({"tools": [{"type": "function"}]}, {"logprobs": True}, {"response_format": {"type": "json_object"}}):
         with pytest.raises(openai.BadRequestError, match="Extra inputs"):
             ask(text, extra_body=wrong)
-    with pytest.raises(openai.BadRequestError, match="only texts are supported"):
-        ask([{"type": "image_url", "image_url": {"url": "a"}}])
+    for part, message in (
+        ({"type": "audio"}, "a part of the content must be"),
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, "an image must be in the request"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "this model reads no images"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask([*parts, part])
     assert ask(text, max_tokens=10**6).choices[0].message.content == right  # as many as the service gives
 
 

@@ -24,8 +24,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="FOLDER",
-        help="Folder of documents (text, code, HTML, CSV, JSON, PDF, Word), with its subfolders, or an index: its "
-        "folder or URL.",
+        help="Folder of documents (text, code, HTML, CSV, JSON, PDF, Word; pictures for a model that sees), with its "
+        "subfolders, or an index: its folder or URL.",
     ),
 ]
 Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]
@@ -117,14 +117,15 @@ def add(
     removes documents that are not in FOLDER from its index: put the document into FOLDER instead.
     """
     from foveate.transformers.index import ChunkIndex
+    from foveate.transformers.model import reads_images
     from foveate.transformers.readers import SUFFIXES, read_documents
     from foveate.transformers.stored_documents import date_of
 
     if any(path.suffix.lower() in {*SUFFIXES} - {".json"} for path in Path(place).rglob("*")):
         raise ValueError(f"{place} holds documents: put the files there, or name another folder for an index")
-    limit, skipped, ignored, texts = bytes_of(max_disk, inf), list[str](), Counter[str](), dict[str, str]()
+    limit, skipped, ignored, texts = bytes_of(max_disk, inf), list[str](), Counter[str](), dict[str, Any]()
     for path in documents:
-        read = read_documents(path, skipped, ignored)
+        read = read_documents(path, skipped, ignored, bool(model) and reads_images(model))
         texts |= read if path.is_file() else {f"{path.as_posix()}/{name}": text for name, text in read.items()}
     date = date_of(place)
     encoder, _, _ = _open_encoder(model, prefix, chat, device, dtype, date)
@@ -187,16 +188,18 @@ def open_indexes(
     A folder of documents is encoded, divided among processes that were launched together. An existing index is opened
     unchanged. The arguments are the options of the commands.
     """
+    from foveate.transformers.model import reads_images
     from foveate.transformers.readers import read_documents
     from foveate.transformers.stored_documents import date_of, first_document, index_folder
 
     options: dict[str, Any] = {"max_disk": bytes_of(max_disk, inf), "max_memory": bytes_of(max_memory, 0)}
-    sources: list[tuple[str, dict[str, str], list[str], Counter[str]]] = []
+    sources: list[tuple[str, dict[str, Any], list[str], Counter[str]]] = []
     for folder in folders:  # before the model is loaded
         if Path(folder).is_file():
             raise ValueError(f"{folder} is a file: name its folder")
         skipped, ignored = list[str](), Counter[str]()
-        documents = {} if first_document(folder) else read_documents(Path(folder), skipped, ignored)
+        pictures = bool(model) and reads_images(model)
+        documents = {} if first_document(folder) else read_documents(Path(folder), skipped, ignored, pictures)
         where = str(index or index_folder(Path(folder), model)) if documents else folder
         sources.append((where, documents, skipped, ignored))
     options |= {"date": date_of(*(where for where, *_ in sources)), "force": force}
@@ -220,13 +223,14 @@ def _open_encoder(
 ) -> tuple[Any, str, str]:
     """An encoder on this process's device, and the texts before and after the passages."""
     from foveate.transformers import ChunkEncoder
-    from foveate.transformers.model import chat_frame, check_config
+    from foveate.transformers.model import chat_frame, check_config, load_processor, reads_images
 
     if "LOCAL_RANK" in os.environ:
         _, device = join_processes(device)
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat, date)
-    return ChunkEncoder(language_model, tokenizer, before + prefix), before + prefix, after
+    reads = load_processor(model) if model and reads_images(model) else tokenizer
+    return ChunkEncoder(language_model, reads, before + prefix), before + prefix, after
 
 
 def _build(chunks: Any, skipped: Sequence[str], ignored: Counter[str]) -> None:

@@ -1,6 +1,7 @@
 # pyright: basic
 """Answers questions about documents from their cached keys and values, several questions together."""
 
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from threading import Lock
@@ -15,9 +16,9 @@ from foveate.apps.serve.completion import Document, Message
 from foveate.apps.serve.question_queue import PendingQuestion, Take
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkCache, ChunkEncoder
-from foveate.transformers.documents import Passage, split_documents
+from foveate.transformers.documents import SEPARATOR, Passage, opened_image, split_documents
 from foveate.transformers.index import ChunkIndex
-from foveate.transformers.model import USER_TEXT
+from foveate.transformers.model import USER_TEXT, ReadDocument
 from foveate.transformers.retrieval import choose
 
 __all__ = ["Answerer"]
@@ -79,6 +80,7 @@ class Answerer:
         self._passage_tokens = encoder.passage_tokens if passage_tokens is None else passage_tokens
         self._refreshing = Lock()
         self._chat = bool(encoder.tokenizer.chat_template) if chat is None else chat
+        self._pictures: dict[tuple[str, ...], ChunkCache] = {}
         self._encode = lru_cache(CACHED_PASSAGES)(lambda ids: encoder.encode([ids])[0])
 
     @property
@@ -93,7 +95,7 @@ class Answerer:
             ValueError: If the request is bad.
             CancelledError: If nobody waits for the answer any more.
         """
-        asked, longest = question.asked, self.encoder.model.config.max_position_embeddings
+        asked, longest = question.asked, self.encoder.max_tokens
         if asked.characters > CHARACTERS * longest:
             raise ValueError(
                 f"documents and messages have {asked.characters} characters, but the model takes {longest} tokens, "
@@ -101,13 +103,16 @@ class Answerer:
             )
         new_tokens = min(asked.max_completion_tokens or asked.max_tokens or self.max_new_tokens, self.max_new_tokens)
         prompt = self.encoder.tokens(self.encoder.fill(*self._after(asked.messages)))
-        used = len(self.encoder.prefix) + len(prompt)
+        seen = [self._picture(question, i + 1, url) for i, url in enumerate(asked.images)]
+        pictures, own = [f"image {i + 1}" for i in range(len(seen))], partial(self._seen, question, seen)
+        used = len(self.encoder.prefix) + len(prompt) + sum(len(each.ids) for each in seen)
         if not asked.documents:
             index = self._index(asked.index)
             numbers = choose(index, asked.messages[-1].content, used + new_tokens)
             names = [index.passages[number].name for number in numbers]
             tokens = used + sum(len(index.ids[number]) for number in numbers)
-            question.prepared = _Prepared(names, partial(index.load, numbers), prompt, tokens, new_tokens)
+            loaded = partial(index.load, numbers)
+            question.prepared = _Prepared([*names, *pictures], lambda: loaded() + own(), prompt, tokens, new_tokens)
             return
         if asked.index:
             raise ValueError("pass documents, or the name of an index, not both")
@@ -117,8 +122,8 @@ class Answerer:
         self.encoder.check_length(
             tokens + new_tokens, "documents, messages and answer", "send fewer documents, or ask for less"
         )
-        names = [passage.name for passage in passages]
-        question.prepared = _Prepared(names, partial(self._encoded, question, ids), prompt, tokens, new_tokens)
+        names, encoded = [passage.name for passage in passages], partial(self._encoded, question, ids)
+        question.prepared = _Prepared([*names, *pictures], lambda: encoded() + own(), prompt, tokens, new_tokens)
 
     def answer(self, take: Take) -> None:
         """Answer prepared questions until none waits; sets each one's outcome or error.
@@ -177,6 +182,28 @@ class Answerer:
         for ids in passages:
             question.heartbeat()
             chunks.append(self._encode(ids))
+        return chunks
+
+    def _picture(self, question: PendingQuestion, number: int, url: str) -> ReadDocument:
+        """An image of a request, prepared for the model. It is read after the passages, as a passage of its own."""
+        question.heartbeat()
+        if not self.encoder.sees:
+            raise ValueError("this model reads no images: leave them out, or serve a model that sees")
+        try:
+            content = b64decode(url.partition(",")[2], validate=True)
+            return self.encoder.read([opened_image(content), SEPARATOR])
+        except ValueError as error:
+            raise ValueError(f"image {number}: {error}") from error
+
+    def _seen(self, question: PendingQuestion, images: Sequence[ReadDocument]) -> list[ChunkCache]:
+        chunks: list[ChunkCache] = []
+        for image in images:
+            question.heartbeat()
+            chunk = self._pictures.get(image.images) or self.encoder.encode_read([image])[0]
+            self._pictures[image.images] = chunk
+            chunks.append(chunk)
+        for oldest in [*self._pictures][:-CACHED_PASSAGES]:
+            self._pictures.pop(oldest, None)  # another thread may have been faster
         return chunks
 
     def _split(self, question: PendingQuestion, documents: Sequence[str | Document]) -> list[Passage]:

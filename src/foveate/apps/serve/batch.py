@@ -68,9 +68,7 @@ class Batch:
         """
         sizes = [*new, *((answer.length, answer.left) for answer in self.unfinished)]
         longest = max(length for length, _ in sizes) + max(left for _, left in sizes)
-        return len(sizes) == 1 or (
-            longest <= self._encoder.model.config.max_position_embeddings and self._ends != [None]
-        )
+        return len(sizes) == 1 or (longest <= self._encoder.max_tokens and self._ends != [None])
 
     def join(self, new: Sequence[Joining]) -> None:
         """Leave out finished answers, read the passages of new questions, and add their answers."""

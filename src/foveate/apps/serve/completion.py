@@ -1,26 +1,39 @@
 # pyright: basic
 """Chat completion requests, as OpenAI's clients send them, and their answers."""
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from foveate.apps.serve.request_model import Neutral, RequestModel
 
 __all__ = ["Completion", "Document", "Message", "Outcome"]
 
 MOST_DOCUMENTS = MOST_MESSAGES = 256
+MOST_IMAGES = 16
 MAX_TEXT = 2**20
+DATA_URL = r"^data:image/[a-z+.-]+;base64,"
 
 
-def _joined(content: Any) -> Any:
-    """The text of a list of text parts."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('a part of the content must be {"type": "text", "text": TEXT}: only texts are supported')
-    return "\n".join(part["text"] for part in content)
+def _url(part: Any) -> str:
+    """URL of an image part; empty for a text part.
+
+    Raises:
+        ValueError: If the part is neither, or its image is not in the URL itself.
+    """
+    kind, value = (part.get("type"), part.get(part.get("type"))) if isinstance(part, dict) else (None, None)
+    if kind == "text" and isinstance(value, str):
+        return ""
+    url = value.get("url") if kind == "image_url" and isinstance(value, dict) else None
+    if not isinstance(url, str):
+        raise ValueError(
+            'a part of the content must be {"type": "text", "text": TEXT} or {"type": "image_url", "image_url": '
+            '{"url": URL}}'
+        )
+    if not re.match(DATA_URL, url):
+        raise ValueError(f"an image must be in the request, as data:image/png;base64,..., not at {url[:40]!r}")
+    return url
 
 
 def _listed(stop: Any) -> Any:
@@ -31,11 +44,16 @@ Content = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
 
 class Message(RequestModel):
-    """A message of the conversation. Its content is a text, or a list of text parts."""
+    """A message of the conversation. Its content is a text, or a list of texts and, from the user, images.
+
+    Attributes:
+        images: Data URLs of the images.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Content, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]])]
+    content: Annotated[Content, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
     name: str | None = None
+    images: Annotated[tuple[Annotated[str, Field(pattern=DATA_URL)], ...], Field(max_length=MOST_IMAGES)] = ()
 
     neutral: ClassVar[Neutral] = {
         "annotations": [[]],
@@ -44,6 +62,16 @@ class Message(RequestModel):
         "refusal": [],
         "tool_calls": [[]],
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_apart(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("content"), list):
+            return given
+        parts = [(part, _url(part)) for part in given["content"]]
+        if (images := [url for _, url in parts if url]) and given.get("role") != "user":
+            raise ValueError(f"only messages of the user hold images, not those of {given.get('role')!r:.20}")
+        return {**given, "content": "\n".join(part["text"] for part, url in parts if not url), "images": images}
 
 
 class Document(BaseModel, extra="forbid"):
@@ -103,6 +131,11 @@ class Completion(RequestModel):
         "tools": [[]],
         "top_logprobs": [0],
     }
+
+    @property
+    def images(self) -> list[str]:
+        """Data URLs of all images of the conversation, in order."""
+        return [url for message in self.messages for url in message.images]
 
     @property
     def characters(self) -> int:

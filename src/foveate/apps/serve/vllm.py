@@ -101,7 +101,8 @@ class FoveateConnector(KVConnectorBase_V1):
 
     def _new_matcher(self, tokenizer: Any) -> PromptMatcher:
         skipped: list[str] = []
-        texts = [passage.text for document in read_index(self._place, skipped) for passage in document.passages]
+        found = (passage for document in read_index(self._place, skipped) for passage in document.passages)
+        texts = [passage.text for passage in found if not passage.image]  # a prompt's tokens do not tell its images
         if not texts:
             raise ValueError("; ".join(skipped) or f"{self._place} is no index: make one with `foveate rag index`")
         safe = SafeTokenizer(tokenizer)
