@@ -6,6 +6,7 @@ full or released too early gives wrong output, and a barrier that never complete
 """
 
 import importlib
+import itertools
 import math
 import random
 import sys
@@ -60,6 +61,12 @@ class Buffer(torch.Tensor):
     def load(self, layout):
         return self.clone().as_subclass(torch.Tensor)
 
+    def store(self, value):
+        self.copy_(value)
+
+    def slice(self, start, length, dim):
+        return self.narrow(dim, start, length)
+
 
 class Pointer:
     """Offsets into the memory of a tensor."""
@@ -69,6 +76,10 @@ class Pointer:
 
     def __add__(self, more):
         return Pointer(self.memory, self.place + more)
+
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.memory.dtype)
 
 
 class Product:
@@ -80,8 +91,7 @@ class Product:
     def finish(self):
         dawdle()
         a, b, acc = self.inputs
-        self.value = a.float() @ b.float() + (acc.finish() if isinstance(acc, Product) else acc)
-        return self.value
+        self.value = a.float() @ b.float() + (acc.value if isinstance(acc, Product) else acc)
 
 
 class Descriptor:
@@ -109,8 +119,8 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, **constants):
             arguments = [_pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            for HERE.program in range(grid[0]):
-                self.function(*arguments, **constants)
+            programs = list(itertools.product(*map(range, grid)))
+            _run_together([(program, self.function, arguments, constants) for program in programs])
 
         return launch
 
@@ -163,18 +173,23 @@ def _mma(a, b, acc, use_acc=True, is_async=False):
 def _mma_wait(left, deps):
     while len(HERE.started) > left:
         HERE.started.pop(0).finish()
-    values = [dep.value for dep in deps]
+    values = [dep.value if isinstance(dep, Product) else dep for dep in deps]
     return values[0] if len(values) == 1 else values
 
 
 def _warp_specialize(jobs, warps, registers):
-    failures, program = [], HERE.program
+    _run_together([(HERE.program, function, arguments, {}) for function, arguments in jobs])
+
+
+def _run_together(jobs):
+    """Run functions as parts of programs, each in a thread."""
+    failures = []
 
     @torch.no_grad()
-    def run(function, arguments):
+    def run(program, function, arguments, constants):
         HERE.program = program
         try:
-            function(*arguments)
+            function(*arguments, **constants)
         except BaseException as error:
             failures.append(error)
 
@@ -187,6 +202,32 @@ def _warp_specialize(jobs, warps, registers):
         raise failures[0]
 
 
+COUNTED = threading.Condition()
+
+
+def _await_turn(pointer, rank):
+    with COUNTED:
+        if not COUNTED.wait_for(lambda: pointer.memory[pointer.place] == rank, PATIENCE):
+            raise RuntimeError("deadlock")
+
+
+def _end_turn(pointer):
+    with COUNTED:
+        pointer.memory[pointer.place] += 1
+        COUNTED.notify_all()
+
+
+def _add(pointer, x, rank, layout):
+    m, n = torch.arange(64)[:, None], torch.arange(64)
+    place = m // 16 * 128 + m % 8 * 16 + m % 16 // 8 * 2 + n // 8 * 512 + n % 8 // 2 * 4 + n % 2
+    before = pointer.memory[pointer.place + place] if rank else 0
+    dawdle()
+    pointer.memory[pointer.place + place] = before + x
+
+
+INLINE = {"_await_turn": _await_turn, "_end_turn": _end_turn, "_add": _add}  # functions with inline assembly
+
+
 def load(*names):
     """Modules of these names, with an emulated Gluon."""
 
@@ -196,27 +237,27 @@ def load(*names):
     language = ModuleType("language")
     vars(language).update(
         constexpr=lambda value: value, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        int64=torch.int64, program_id=lambda _: HERE.program, static_range=range,
+        int64=torch.int64, program_id=lambda axis: torch.tensor(HERE.program[axis]), static_range=range,
         arange=lambda a, b, _: torch.arange(a, b),
         load=_load, store=_store,
         zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), where=torch.where,
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)), max=lambda x, dim: x.amax(dim),
         sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze, convert_layout=lambda x, _: x,
         allocate_shared_memory=Shared, warp_specialize=_warp_specialize, SliceLayout=layout,
-        NVMMADistributedLayout=layout, DotOperandLayout=layout,
+        NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout,
         NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
     )  # fmt: skip
     barriers = SimpleNamespace(
         init=lambda barrier, count: setattr(barrier, "count", count),
         expect=lambda barrier, size: barrier.update(1, size),
         wait=lambda barrier, parity: barrier.wait(parity),
-        arrive=lambda barrier, count: barrier.update(count, 0),
+        arrive=lambda barrier, count, pred=True: barrier.update(count, 0) if pred else None,
         MBarrierLayout=lambda: "barrier",
     )
     hopper = ModuleType("hopper")
     vars(hopper).update(
         mbarrier=barriers, tma=SimpleNamespace(async_load=_load_block, async_copy_global_to_shared=None),
-        warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait, fence_async_shared=lambda: None,
+        warpgroup_mma=_mma, warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=_mma_wait, fence_async_shared=lambda: None,
     )  # fmt: skip
     gluon = ModuleType("gluon")
     gluon.jit, gluon.language = Kernel, language
@@ -233,9 +274,12 @@ def load(*names):
     try:
         for name in names:
             sys.modules.pop(name, None)
-        return [importlib.import_module(name) for name in names]
+        modules = [importlib.import_module(name) for name in names]
     finally:
         for name, module in before.items():
             sys.modules.pop(name)
             if module is not None:
                 sys.modules[name] = module
+    for module in modules:
+        vars(module).update({name: function for name, function in INLINE.items() if name in vars(module)})
+    return modules

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
-from foveate.kernels.block.schedule import Schedule, partition, schedule
+from foveate.kernels.block import hopper_attention, hopper_backward, hopper_one_pass, triton_attention
+from foveate.kernels.block.schedule import Schedule, Turns, partition, schedule, take_turns
 from foveate.kernels.launch import (
     AMPERE,
     Launch,
@@ -38,6 +38,8 @@ GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 DELTA_ROWS = 64  # rows of a program of `deltas`
 _SCHEDULES: WeakTensorCache[Schedule] = WeakTensorCache()
 _PARTITIONED: WeakTensorCache[Schedule] = WeakTensorCache()
+_TURNS: WeakTensorCache[Turns] = WeakTensorCache()
+ONE_PASS = True
 
 
 class KernelConfig(NamedTuple):
@@ -166,6 +168,12 @@ def _backward(
     q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     if hopper and hopper_attention.addressable(q, k, v, grad_out):
+        if ONE_PASS:
+            plan = _turns(q, k, table)
+            recordable = plan.whole and not q.shape[2] % hopper_one_pass.ALIGNED
+            differentiate = _differentiate_one_pass if recordable else _differentiate_one_pass.__wrapped__
+            dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, plan, scale)
+            return dq, dk, dv
         plans = [_partitioned(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
         recordable = all(plan.whole for plan in plans) and not q.shape[2] % hopper_backward.CUT["aligned"]
         differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
@@ -212,6 +220,19 @@ def _partitioned(
     )  # fmt: skip
 
 
+def _turns(q: Tensor, k: Tensor, table: BlockTable) -> Turns:
+    """Cached turns of the programs of the backward pass."""
+    samples, programs = q.shape[0] * q.shape[1], multiprocessors(q.device)
+    step = hopper_one_pass.STEP[q.shape[3]]
+
+    def make() -> Turns:
+        table.check(q, k)
+        sizes = {"step": step, "samples": samples, "programs": programs}
+        return take_turns(table.transpose(), **hopper_one_pass.CUT, **sizes, device=q.device)
+
+    return _TURNS.get(table, (q.shape[2], k.shape[2], samples, programs, step, q.device), make)
+
+
 @recorded
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Schedule, scatter: Tensor | None, scale: float) -> list[Tensor]:
     """Output and LSE, on Hopper."""
@@ -235,7 +256,20 @@ def _differentiate_hopper(
     return [dq, dk, dv]
 
 
-def _filled(tensors: list[Tensor], plan: Schedule, *values: float) -> list[Tensor]:
+@recorded
+def _differentiate_one_pass(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
+    plan: Turns, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k and v, on Hopper."""
+    delta, dq = empty_like(lse), empty_like(q)
+    dk, dv = _filled([empty_like(k), empty_like(v)], plan, 0.0, 0.0)
+    _launch_deltas(out, grad_out, grad_lse, delta)
+    hopper_one_pass.launch(q, k, v, grad_out, lse, delta, dq, dk, dv, plan, scale)
+    return [dq, dk, dv]
+
+
+def _filled(tensors: list[Tensor], plan: Schedule | Turns, *values: float) -> list[Tensor]:
     """The tensors, filled with the values if kernels will not write all of them."""
     return tensors if plan.whole else [x.fill_(value) for x, value in zip(tensors, values, strict=True)]
 
