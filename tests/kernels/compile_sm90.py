@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 
 from foveate.kernels.block import block_attention as ops
-from foveate.kernels.block import hopper_attention, hopper_backward, triton_attention
+from foveate.kernels.block import hopper_attention, hopper_backward, hopper_one_pass, triton_attention
 from foveate.kernels.log_linear import backward, forward, pooling, select_blocks
 from foveate.kernels.merging import (
     coverage_drops,
@@ -34,7 +34,7 @@ USAGE = {"registers": "REG", "stack": "STACK"}
 DTYPES = {"fp16": float16, "bf16": bfloat16}
 POINTERS = {
     "*i32": "p_tiles p_steps p_work p_bounds p_at p_weight p_counts p_above p_list p_list1 p_list2 p_list3 p_list4 "
-    "p_above_bounds p_readers p_own p_used p_tile",
+    "p_above_bounds p_readers p_own p_used p_tile p_visits p_cells",
     "*i64": "p_order p_place p_given p_picks",
     "*fp32": "p_lse p_dlse p_binary p_delta p_s p_logs p_sums p_dmk p_dmv",
     "*u8": "p_real",
@@ -101,9 +101,9 @@ for name, (configs, operands) in BLOCK_KERNELS.items():
         report(name, dim, half, getattr(triton_attention, name), constants, config.warps)
 
 
-def report_gluon(kernel, dim, half, step, stages, kept, **constants):
+def report_gluon(kernel, dim, half, step, stages, kept, kinds=None, **constants):
     """Compile a Gluon kernel; descriptors in `kept` have blocks of 64 rows, kept by a warpgroup, others of a step."""
-    kinds = {}
+    kinds = dict(kinds or {})
     for name in [name for name in kernel.arg_names if name.startswith("d_")]:
         vector = name in ("d_lse", "d_delta")
         block = [step] if vector else [64 if name in kept else step, dim]
@@ -123,6 +123,10 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
     for kernel, step, depth, tile, more in zip(kernels, steps, stages, kept, given, strict=True):
         report_gluon(kernel, dim, half, step, depth, tile, **more)
     report_gluon(hopper_attention.forward, dim, half, steps[0], stages[0], kept[0], NUMBERED=True, SCATTER=False)
+    step, depth = hopper_one_pass.STEP[dim], hopper_one_pass.STAGES[dim]
+    kinds = {"p_counts": "*i32", "p_sums": "*fp32"}
+    report_gluon(hopper_one_pass.backward, dim, half, step, depth, kept[2], kinds)
+    report("hopper finish", dim, half, hopper_one_pass.finish, {"D": dim, "BN": step}, 4, **kinds)
 
 for dim, half in ((64, "fp16"), (128, "bf16"), (96, "bf16")):
     padded = triton.next_power_of_2(dim)

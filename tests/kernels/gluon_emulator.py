@@ -77,10 +77,6 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.memory, self.place + more)
 
-    @property
-    def dtype(self):
-        return SimpleNamespace(element_ty=self.memory.dtype)
-
 
 class Product:
     """An asynchronous matrix product."""
@@ -117,7 +113,7 @@ class Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, **constants):
+        def launch(*arguments, num_warps, launch_cooperative_grid=False, **constants):
             arguments = [_pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
             programs = list(itertools.product(*map(range, grid)))
             _run_together([(program, self.function, arguments, constants) for program in programs])
@@ -244,7 +240,7 @@ def load(*names):
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)), max=lambda x, dim: x.amax(dim),
         sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze, convert_layout=lambda x, _: x,
         allocate_shared_memory=Shared, warp_specialize=_warp_specialize, SliceLayout=layout,
-        NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout,
+        NVMMADistributedLayout=layout, DotOperandLayout=layout,
         NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
     )  # fmt: skip
     barriers = SimpleNamespace(
@@ -257,7 +253,8 @@ def load(*names):
     hopper = ModuleType("hopper")
     vars(hopper).update(
         mbarrier=barriers, tma=SimpleNamespace(async_load=_load_block, async_copy_global_to_shared=None),
-        warpgroup_mma=_mma, warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=_mma_wait, fence_async_shared=lambda: None,
+        warpgroup_mma=_mma, warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=_mma_wait,
+        fence_async_shared=lambda: None,
     )  # fmt: skip
     gluon = ModuleType("gluon")
     gluon.jit, gluon.language = Kernel, language

@@ -7,12 +7,14 @@ from oracle import dense_attention, random_table
 
 from foveate import HilbertA
 from foveate.kernels.block import block_attention as ops
-from foveate.kernels.block.schedule import partition, schedule
+from foveate.kernels.block.schedule import partition, schedule, take_turns
 from foveate.kernels.rows import row_attention as rows_ops
 from foveate.ops.block_table import block_starts, block_table
 
-hopper, backward = gluon_emulator.load(
-    "foveate.kernels.block.hopper_attention", "foveate.kernels.block.hopper_backward"
+hopper, backward, one_pass = gluon_emulator.load(
+    "foveate.kernels.block.hopper_attention",
+    "foveate.kernels.block.hopper_backward",
+    "foveate.kernels.block.hopper_one_pass",
 )
 
 
@@ -73,9 +75,10 @@ def test_addressable_layouts_equal_the_dense_mask_and_other_layouts_are_recognis
 
 @PROGRAMS
 @pytest.mark.parametrize("table", TABLES)
-def test_every_gradient_equals_the_dense_mask(table, programs):
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_every_gradient_equals_the_dense_mask(table, dim, programs):
     q, k, v = (
-        torch.randn(2, tokens, 2, 64).transpose(1, 2).requires_grad_()
+        torch.randn(2, tokens, 2, dim).transpose(1, 2).requires_grad_()
         for tokens in (table.query_tokens, table.key_tokens, table.key_tokens)
     )
     out, lse = dense_attention(q, k, v, table.to_dense(), scale=0.2)
@@ -84,14 +87,10 @@ def test_every_gradient_equals_the_dense_mask(table, programs):
     expected = torch.autograd.grad((out * grad_out).sum() + (lse * grad_lse)[has_keys].sum(), (q, k, v))
     q, k, v = (x.detach() for x in (q, k, v))
     delta = ((out * grad_out).sum(-1) - grad_lse).detach().float()
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    given = q, k, v, grad_out.float(), lse.detach().float(), delta
-    for launch, pattern, written in (
-        (backward.launch_queries, table, grads[:1]),
-        (backward.launch_keys, table.transpose(), grads[1:]),
-    ):
-        run = schedule(pattern, **backward.CUT, device=q.device)
-        launch(*given, *written, partition(run, 4, programs), 0.2)
+    grads = torch.full_like(q, torch.nan), torch.zeros_like(k), torch.zeros_like(v)
+    sizes = {"step": one_pass.STEP[dim], "samples": 4, "programs": programs}
+    plan = take_turns(table.transpose(), **one_pass.CUT, **sizes, device=q.device)
+    one_pass.launch(q, k, v, grad_out.float(), lse.detach().float(), delta, *grads, plan, 0.2)
     for grad, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), want.double(), rtol=1e-3, atol=1e-4)
 
@@ -126,6 +125,7 @@ def emulated(monkeypatch):
     """Make the op run the emulated kernels, as on a GPU with three multiprocessors."""
     monkeypatch.setattr(ops, "hopper_attention", hopper)
     monkeypatch.setattr(ops, "hopper_backward", backward)
+    monkeypatch.setattr(ops, "hopper_one_pass", one_pass)
     monkeypatch.setattr(ops, "multiprocessors", lambda device: 3)
 
 

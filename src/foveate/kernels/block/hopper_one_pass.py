@@ -15,6 +15,8 @@ another tells the next program when the sums are added.
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental import gluon
@@ -32,7 +34,7 @@ from foveate.kernels.block.hopper_attention import DTYPES, HALF, ROWS, descripto
 from foveate.kernels.block.schedule import Turns
 from foveate.kernels.launch import Launch, launcher
 
-__all__ = ["CUT", "STEP", "backward", "cell_sums", "finish", "launch"]
+__all__ = ["ALIGNED", "CUT", "STEP", "backward", "finish", "launch"]
 
 STEP = {64: 128, 128: 64}  # queries of a cell: the sums of a cell have 64 * 128 numbers
 STAGES = {64: 2, 128: 2}
@@ -301,25 +303,23 @@ def backward(
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
-@gluon.jit
+@triton.jit
 def finish(
-    p_sums, p_counts, p_dq, p_cells, factor, heads, cells, s_b, s_h, s_n, D: gl.constexpr, BN: gl.constexpr
+    p_sums, p_counts, p_dq, p_cells, factor, heads, cells, s_b, s_h, s_n, D: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Gradient of the queries of one cell from their sums; zero if nothing was added."""
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    cell, sample = gl.program_id(0), gl.program_id(1)
-    first, done = gl.load(p_cells + 2 * cell), gl.load(p_cells + 2 * cell + 1)
-    place = sample.to(gl.int64) * cells + cell
-    m, n = gl.arange(0, BN, gl.SliceLayout(1, OUT)), gl.arange(0, D, gl.SliceLayout(0, OUT))
+    """Gradient of the queries of one cell from their sums, in the order of `_add`; zero if nothing was added."""
+    cell, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, end = tl.load(p_cells + 2 * cell), tl.load(p_cells + 2 * cell + 1)
+    m, n = tl.arange(0, BN)[:, None], tl.arange(0, D)[None, :]
     row = first // 4 * 4 + m
-    inside = gl.expand_dims((first <= row) & (row < done), 1)
-    p_m = p_dq + (sample // heads).to(gl.int64) * s_b + (sample % heads).to(gl.int64) * s_h
-    p_m = p_m + gl.expand_dims(row.to(gl.int64) * s_n, 1) + gl.expand_dims(n, 0)
-    m = m // 64 * PART + m % 64 // 16 * 128 + m % 8 * 16 + m % 16 // 8 * 2
-    n = n // 64 * PART + n % 64 // 8 * 512 + n % 8 // 2 * 4 + n % 2
-    p_x = p_sums + place * (2 * PART) + (gl.expand_dims(m, 1) + gl.expand_dims(n, 0))
-    x = gl.load(p_x, mask=inside & (gl.load(p_counts + place) > 0), other=0.0)
-    gl.store(p_m, (x * factor).to(p_dq.dtype.element_ty), mask=inside)
+    inside = (first <= row) & (row < end) & (n < D)
+    at = m // 64 * 4096 + m % 64 // 16 * 128 + m % 8 * 16 + m % 16 // 8 * 2
+    at += n // 64 * 4096 + n % 64 // 8 * 512 + n % 8 // 2 * 4 + n % 2
+    place = sample * cells + cell
+    added = inside & (row < tl.where(tl.load(p_counts + place) > 0, end, first))
+    dq = tl.load(p_sums + place * 8192 + at, mask=added, other=0.0) * factor
+    p_dq = p_dq + sample // heads * s_b + sample % heads * s_h + row.to(tl.int64) * s_n + n
+    tl.store(p_dq, dq.to(p_dq.dtype.element_ty), mask=inside)
 
 
 # --- launch ----------------------------------------------------------------------------------------------------------
@@ -370,6 +370,7 @@ def _launch(
         *(stride for x in (dk, dv) for stride in x.stride()[:3]),
     )  # fmt: skip
     constants = {"D": head_dim, "BN": step, "STAGES": STAGES[head_dim], "num_warps": 4}
+    constants["launch_cooperative_grid"] = True  # programs wait for each other: all must run at the same time
     return Launch(backward, (len(bounds) - 1,), args, constants)
 
 

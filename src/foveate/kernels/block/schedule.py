@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from foveate.ops.block_table import BlockTable
 
-__all__ = ["Turns", "Schedule", "partition", "schedule", "take_turns"]
+__all__ = ["Schedule", "Turns", "partition", "schedule", "take_turns"]
 
 Run = tuple[int, int]  # [first token, end)
 OVERHEAD = 1.0  # cost of starting and ending a tile, in steps
@@ -176,8 +176,8 @@ def take_turns(
         assigned[program].append((tile, sample, int(time - phases[tile]) % lengths[tile], time))
         heapreplace(free, (time + lengths[tile] + OVERHEAD, program))
     work = [item for items in assigned for item in items]
-    tile, sample, turn = (torch.tensor(column, dtype=torch.long) for column in list(zip(*work))[:3] or 3 * [[]])
-    length, begin = (torch.tensor([lists[tiles[t][2]][i] for t in tile.tolist()], dtype=torch.long) for i in (1, 0))
+    numbers = [(tile, sample, turn, *lists[tiles[tile][2]]) for tile, sample, turn, _ in work]
+    tile, sample, turn, begin, length = torch.tensor(numbers, dtype=torch.long).view(-1, 5).T
     ends = length.cumsum(0)
     item = torch.arange(len(work)).repeat_interleave(length)
     age = torch.arange(len(item)) - (ends - length)[item]
@@ -204,7 +204,7 @@ def _ranks(group: Tensor, time: Tensor) -> Tensor:
 
 def _cells(runs: Iterable[Run], columns: int, step: int, aligned: int) -> list[Run]:
     """Cut columns into cells of at most `step` that end at the ends of runs where they can."""
-    borders = sorted({columns}.union(*runs))
+    borders = sorted({0, columns}.union(*runs))
     cells: list[Run] = []
     first = 0
     while first < columns:
