@@ -117,7 +117,8 @@ def rag(
 
     Each passage runs through the model separately, and its keys and values are kept on disk. A question loads them and
     recomputes only the tokens that it attends to most. The page shows which. The model may be a Llama, Qwen, Mistral,
-    Mixtral, Phi-3, Gemma 3 or GPT-OSS.
+    Mixtral, Phi-3, Gemma 3, GPT-OSS, OLMo, SmolLM3, Granite, GLM-4 or Cohere's; Qwen-VL, Gemma 3, SmolVLM, Idefics3
+    and LLaVA-OneVision also read pictures.
 
     foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
 

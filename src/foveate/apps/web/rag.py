@@ -73,7 +73,7 @@ def _words(index: ChunkIndex, reply: Reply) -> list[tuple[str, list[Word]]]:
     prefix = [tokenizer.decode([token]) for token in index.encoder.prefix.tolist()]
     texts = [("prefix", prefix)] if prefix else []
     for number in reply.passages:
-        (name, text), ids = index.passages[number], index.ids[number]
+        (name, text, _), ids = index.passages[number], index.ids[number]
         words = token_texts(tokenizer, text)  # of as many tokens, unless names of control tokens had to be spelled
         texts.append((name, words if len(words) == len(ids) else [tokenizer.decode([token]) for token in ids]))
     recomputed, scores = set(reply.answers[0].rows.tolist()), reply.scores.tolist()
