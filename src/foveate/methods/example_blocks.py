@@ -83,9 +83,8 @@ class Blocks(NamedTuple):
 
     def lost(self, labels: Sequence[Hashable]) -> dict[Hashable, int]:
         """Labels of the pool that no block has, with their numbers of examples; most frequent first."""
-        names = labels.tolist() if isinstance(labels, Tensor) else labels  # tensors hash by identity
-        pool = Counter(names)
-        for label in {names[i] for block in self.ids for i in block}:
+        pool = Counter(labels)
+        for label in {labels[i] for block in self.ids for i in block}:
             del pool[label]
         return dict(pool.most_common())
 
