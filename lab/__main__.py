@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "lab.bench.train",
     "context": "lab.bench.context",
     "examples": "lab.bench.examples",
+    "pretrained": "lab.quality.pretrained",
     "built-in": "lab.training.make",
     "video": "lab.training.video",
     "reader": "lab.training.reader",

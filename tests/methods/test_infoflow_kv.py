@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveate import InfoFlowKV
-from foveate.methods.baselines.kv_baselines import EPIC, CacheBlend, FullPrefill, NoRecompute, RandomRows
+from foveate.methods.baselines.kv_baselines import (
+    EPIC,
+    CacheBlend,
+    FullPrefill,
+    NoRecompute,
+    ProphetKV,
+    RandomRows,
+)
 from foveate.methods.recompute_policy import places
 
 SPANS = (2, 6), (6, 9), (9, 20)
@@ -35,7 +42,7 @@ class ComposedCache:
     scores=st.lists(st.integers(0, 4), min_size=20, max_size=20),
     recompute=st.floats(0, 1),
     exclude_first=st.booleans(),
-    method=st.sampled_from([InfoFlowKV, CacheBlend]),
+    method=st.sampled_from([InfoFlowKV, CacheBlend, ProphetKV]),
 )
 def test_the_best_eligible_rows_are_chosen(scores, recompute, exclude_first, method):
     method = method(recompute=recompute, exclude_first=exclude_first)
@@ -70,6 +77,12 @@ def test_infoflow_scores_with_its_layers_norm_and_geometry():
     stale = ComposedCache(torch.rand(20))
     InfoFlowKV(scoring_layers=(3, 7), norm="l1", geometry="tl-tp").rows(stale)
     assert stale.calls == [((3, 7), "l1", "tl-tp")]
+
+
+def test_prophet_kv_sums_the_attention_of_the_prompt_and_averages_all_layers():
+    stale = ComposedCache(torch.rand(20))
+    assert torch.equal(ProphetKV().rows(stale), InfoFlowKV(norm="l1", scoring_layers="0%-100%").rows(stale))
+    assert stale.calls == 2 * [(tuple(range(10)), "l1", "global")]
 
 
 @given(layers=st.integers(1, 100), low=st.integers(0, 99), width=st.integers(1, 100))

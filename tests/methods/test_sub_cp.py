@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foveate import SubCP
 from foveate.methods.example_blocks import unit_rows
-from foveate.methods.sub_cp import STRATEGIES
+from foveate.methods.sub_cp import STRATEGIES, _drawn
 from foveate.ops.facility_location import facility_location
 
 
@@ -201,6 +201,42 @@ def test_balanced_blocks_hold_their_share_of_every_class(seed, strategy):
     assert (np.ptp(counts, 0) <= 1).all()
     equal = SubCP(balance="equal").select(pool(seed, 40), 12, labels=labels).ids
     assert sorted(labels[i] for i in equal) == sorted("aaaabbbbcccc")
+
+
+@pytest.mark.parametrize("candidates", [64, None])
+def test_balanced_blocks_lack_no_label_however_rare(candidates):
+    labels = 1359 * ["a"] + 129 * ["b"] + 11 * ["c"] + ["d"]
+    embeddings = pool(0, 1500) + 4 * torch.eye(5)[[("a", "b", "c", "d").index(label) for label in labels]]
+    assert SubCP(balance="proportional", candidates=candidates).partition(embeddings, labels=labels).lost(labels) == {}
+    blocks = SubCP(strategy="local_coherent", blocks=1, block_size=2).partition(embeddings)
+    counts = {name: labels.count(name) for name in "abcd"}
+    kept = {labels[i] for i in blocks.ids[0]}
+    assert blocks.lost(labels) == {name: count for name, count in counts.items() if name not in kept}
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**31), strategy=st.sampled_from(("global_diverse", "global_local", "local_diverse")))
+def test_large_pools_are_picked_from_drawn_candidates_and_covered_whole(seed, strategy):
+    embeddings, sub = pool(seed, 90), SubCP(blocks=2, block_size=3, strategy=strategy, candidates=30)
+    drawn = set(_drawn(30, 90, None, None).tolist())
+    assert len(drawn) == 30
+    if strategy != "local_diverse":  # which draws from each region
+        assert set(flat(sub.partition(embeddings).ids)) <= drawn
+    similar, picks = matrix(embeddings), []
+    while len(picks) < 4:
+        values = {j: value(similar, [*picks, j]) for j in drawn.difference(picks)}
+        picks.append(max(values, key=lambda j: values[j]))
+    chosen = sub.select(embeddings, 4)
+    assert value(similar, chosen.ids.tolist()) == pytest.approx(value(similar, picks), rel=1e-4)
+    assert chosen.coverage == pytest.approx(value(similar, chosen.ids.tolist()) / 90, rel=1e-5)
+    assert len(sub.select(embeddings, 20).ids.unique()) == 20  # from four times as many
+
+
+def test_drawn_candidates_lose_little_coverage():
+    centres = pool(1, 40, dim=32).repeat(50, 1)
+    embeddings = centres + 0.7 * pool(2, 2000, dim=32)
+    exact, drawn = (SubCP(candidates=some).select(embeddings, 32) for some in (None, 800))
+    assert 0.98 * exact.coverage < drawn.coverage < exact.coverage
 
 
 def test_given_examples_are_balanced_too():

@@ -192,6 +192,7 @@ def test_few_similarities_are_computed_and_never_many_at_a_time(monkeypatch):
         return drops(similarity, before, after)
 
     monkeypatch.setattr(module, "CHUNK", 2000 * 64)
+    monkeypatch.setattr(module, "TILE", 256)
     monkeypatch.setattr(module._Embeddings, "similar", counted_similar)
     monkeypatch.setattr(module._Embeddings, "drops", counted_drops)
     with Peak() as peak:

@@ -1,7 +1,9 @@
 """Laws of reading examples and of embeddings without a model."""
 
 import json
+import math
 from dataclasses import replace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from safetensors.torch import save_file
 
 from foveate import SubCP
 from foveate.apps.errors import remedy
+from foveate.transformers import embeddings
 from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
-from foveate.transformers.examples import column, read_blocks, read_examples, write_blocks
+from foveate.transformers.examples import column, read_blocks, read_examples, usable, write_blocks
 
 
 def test_csv_and_jsonl_hold_the_same_examples(tmp_path):
@@ -69,6 +72,57 @@ def test_files_that_hold_no_examples_are_refused(name, content, message, tmp_pat
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         read_examples(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "a", "label": 1}\n{\n\n{"text": "b"}\n{"text": " ", "label": 2}\n{"text": "c", "label": 3}\n',
+        ),
+        ("a.csv", "text,label\na,1\na,b,c\nb\n ,2\nc,3\n"),
+    ],
+)
+def test_bad_examples_are_noted_and_the_others_keep_their_numbers(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    bad = {}
+    rows = read_examples(tmp_path / name, bad)
+    assert len(rows) == 5
+    assert list(bad) == [1]
+    assert usable(rows, ["text", "label"], tmp_path / name, bad) == [0, 4]
+    assert sorted(bad) == [1, 2, 3]
+    for number, reason in ((2, "example 2"), (3, "nothing in 'text'")):
+        assert reason in bad[number]
+    with pytest.raises(ValueError, match=r"no example of .* can be used: example 0 of .* has no 'none'"):
+        usable(rows[:1], ["none"], tmp_path / name, {})
+
+
+def test_blocks_of_skipped_pools_have_the_numbers_of_the_file(tmp_path):
+    rows, sub = torch.randn(6, 3), SubCP(blocks=2, block_size=2)
+    blocks, numbers = sub.partition(rows), [0, 2, 3, 5, 8, 9]
+    write_blocks(tmp_path / "a.jsonl", blocks, rows, sub, numbers=numbers)
+    written = [json.loads(line)["ids"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert written == [[numbers[i] for i in block] for block in blocks.ids]
+    assert read_blocks(tmp_path / "a.jsonl", rows, sub, numbers=numbers).ids == blocks.ids
+    for others in (None, [0, 2, 3, 5, 8, 10]):
+        with pytest.raises(ValueError, match="make them again"):
+            read_blocks(tmp_path / "a.jsonl", rows, sub, numbers=others)
+
+
+def test_hashed_words_follow_their_definition_in_batches(monkeypatch):
+    texts = ["The film, the FILM was", "great", "naïve café 12", "film " * 9]
+    want = torch.zeros(4, 512, dtype=torch.float64)
+    for row, text in zip(want, texts, strict=True):
+        counts = {}
+        for word in text.lower().replace(",", "").split():
+            for gram in [word, *(f"<{word}>"[i : i + 3] for i in range(len(word)))]:
+                counts[gram] = counts.get(gram, 0) + 1
+        for gram, count in counts.items():
+            code = crc32(gram.encode())
+            row[code % 512] += (1 + math.log(count)) * (1 if code >= 2**31 else -1)
+    monkeypatch.setattr(embeddings, "HASHED_AT_ONCE", 3)
+    assert torch.allclose(hashed_ngrams(texts).double(), want, atol=1e-6)
 
 
 def test_bad_texts_and_embeddings_are_refused(tmp_path):

@@ -54,6 +54,20 @@ def test_concatenation_is_one_text(make):
     assert torch.allclose(context.score([22], ANSWERS), plain(model, BLOCKS, [22]))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen2"])
+def test_sliding_layers_see_the_tokens_in_their_window(family, attention):
+    model = sliding(family)
+    if family != "gpt_oss":  # which is eager
+        model.set_attn_implementation(attention)
+    assert torch.allclose(concatenate(model, BLOCKS, START).score(QUESTION, ANSWERS), plain(model, BLOCKS))
+    one = parallel_windows(model, [[example for block in BLOCKS for example in block]], START)
+    assert torch.allclose(one.score(QUESTION, ANSWERS), plain(model, BLOCKS))
+    windows = [[[2 + i, 3 + i, 4 + i]] for i in range(5)]  # more tokens than the window, at positions within it
+    scores = [parallel_windows(model, some).score([20], ANSWERS) for some in (windows, windows[::-1])]
+    assert torch.allclose(*scores)
+
+
 @pytest.mark.parametrize("make", [language_model, gpt2])
 @pytest.mark.parametrize("start", [START, []])
 def test_one_window_is_concatenation(make, start):
@@ -113,11 +127,12 @@ def test_similar_answers_differ_in_half_precision():
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
 
 
-def some_sliding():
+def sliding(family):
+    """A model some of whose layers see a window of 6 tokens."""
+    if family != "qwen2":
+        return language_model(family)
     kinds = 2 * ["full_attention", "sliding_attention"]
-    model = language_model("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
-    model.config.sliding_window = None  # layer_types says it too
-    return model
+    return language_model("qwen2", use_sliding_window=True, sliding_window=6, layer_types=kinds)
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
@@ -133,7 +148,6 @@ FALCON = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "
         (lambda: GPTNeoForCausalLM(GPTNeoConfig(vocab_size=40, **LAYERS)), " .it has local."),
         (lambda: FalconForCausalLM(FalconConfig(vocab_size=40, **FALCON)), " .it has alibi."),
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4)), ""),
-        (some_sliding, " .it has sliding_attention."),
         (lambda: language_model("mistral", sliding_window=8), ""),
     ],
 )

@@ -1,5 +1,6 @@
 """Blocks of examples for in-context learning, with statistics and per-query weights, and the labels of examples."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -8,7 +9,6 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from foveate.ops.facility_location import best_similarity
 
@@ -81,6 +81,13 @@ class Blocks(NamedTuple):
             missing,
         )
 
+    def lost(self, labels: Sequence[Hashable]) -> dict[Hashable, int]:
+        """Labels of the pool that no block has, with their numbers of examples; most frequent first."""
+        pool = Counter(labels)
+        for label in {labels[i] for block in self.ids for i in block}:
+            del pool[label]
+        return dict(pool.most_common())
+
     def weights(
         self, query: Sequence[float] | Float[Tensor, "*queries dim"], temperature: float = 0.1
     ) -> Float[Tensor, "blocks *queries"]:
@@ -114,12 +121,14 @@ def unit_rows(embeddings: Embeddings, what: str = "example") -> Float[Tensor, "r
             f"embeddings must be [rows, dim], a row for each {what} and at least one, not {list(rows.shape)}"
         )
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    for wrong, name in ((~rows.isfinite().all(1), "NaN or infinite"), ((rows == 0).all(1), "0")):
+    largest = torch.maximum(rows.amax(1), -rows.amin(1))  # NaN if a number is; needs no second copy of the rows
+    for wrong, name in ((~largest.isfinite(), "NaN or infinite"), (largest == 0, "0")):
         if wrong.any():
             raise ValueError(
                 f"the embedding of {what} {int(wrong.int().argmax())} is {name}: leave it out or correct it"
             )
-    return normalize(rows / rows.abs().amax(1, keepdim=True), dim=1)
+    rows = rows / largest[:, None]
+    return rows.div_(rows.norm(dim=1, keepdim=True))
 
 
 def unit_rows_like(
@@ -163,7 +172,7 @@ class Classes(NamedTuple):
         return self._replace(codes=self.codes[chosen])
 
     def quotas(self, n: int, equal: bool) -> Int[Tensor, "classes"]:
-        """Number of examples of each class in a selection of `n`, by largest remainder.
+        """Number of examples of each class in a selection of `n`, by largest remainder; at least one if there is room.
 
         Args:
             n: Number of examples to select.
@@ -178,6 +187,9 @@ class Classes(NamedTuple):
         shares = (counts > 0).long() if equal else counts
         quotas, rest = n * shares // shares.sum(), n * shares % shares.sum()
         quotas[rest.sort(descending=True, stable=True).indices[: n - int(quotas.sum())]] += 1
+        for none in ((quotas == 0) & (counts > 0)).nonzero() if n >= len(quotas) else ():
+            quotas[quotas.argmax()] -= 1
+            quotas[none] = 1
         for name, has, needed in zip(self.names, counts.tolist(), quotas.tolist(), strict=True):
             if has < needed:
                 raise ValueError(

@@ -27,6 +27,9 @@ from foveate.utils.progress import Track, silent
 
 __all__ = ["STRATEGIES", "Balance", "Order", "Selection", "Strategy", "SubCP"]
 
+SPARE = 4
+"""Smallest number of candidates for each pick."""
+
 Strategy = Literal["global_diverse", "global_local", "local_diverse", "local_coherent"]
 Order = Literal["picked", "central_last"]
 Balance = Literal["proportional", "equal"]
@@ -49,10 +52,15 @@ class SubCP:
             used, the first two strategies give the same blocks, and so do the last two, except for the order inside.
         order: Order inside a block: "picked", or "central_last", which moves the example nearest to the mean of the
             block to the end.
-        balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, or
-            "equal". None ignores labels. Not for local strategies, whose regions determine the labels.
+        balance: Labels of the selected examples, spread evenly over the blocks: "proportional" to the pool, but at
+            least one example of each label if there is room, or "equal". None ignores labels. Not for local
+            strategies, whose regions determine the labels.
         max_similarity: Largest cosine of two examples of a block, see `foveate.methods.deduplicate`; None: no limit.
         query_bonus: Bonus of an example that equals a query, in units of perfectly represented examples.
+        candidates: Largest number of examples to pick from, at least four times as many as are picked. Of a larger
+            pool so many are drawn, the same in every run, with at least four times its share of each label under
+            `balance`; they still cover the whole pool. None picks from all, at a cost that grows with the square of
+            the pool. Not for "local_coherent", whose blocks are the examples nearest to a pick.
 
     Examples:
         >>> embeddings = torch.eye(4).repeat(2, 1)  # four kinds of examples, twice
@@ -75,10 +83,11 @@ class SubCP:
     balance: Balance | None = None
     max_similarity: float | None = None
     query_bonus: float = 1.0
+    candidates: int | None = 4096
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("blocks", "block_size"):
+        for name in ("blocks", "block_size", "candidates"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         if self.balance and self._local:
@@ -147,6 +156,8 @@ class SubCP:
 
         Raises:
             ValueError: As `select`, and if the examples cannot fill the blocks or cannot meet `max_similarity`.
+
+        Without `balance`, blocks may lack a label: see `Blocks.lost`.
         """
         pool = unit_rows(embeddings)
         classes = self._classes(labels, pool)
@@ -236,18 +247,23 @@ class SubCP:
         track: Track,
     ) -> GreedyPicks:
         """Examples of the pool picked by each block to cover the items; `turns` lists which block picks next."""
-        room = codes = None
+        room = codes = quotas = None
         if classes is not None:  # the room of blocks for a class differs by at most 1
             n, blocks = len(turns), max(turns) + 1
             quotas, codes = classes.quotas(n, self.balance == "equal"), classes.codes
             kinds = torch.arange(len(quotas), device=pool.device).repeat_interleave(quotas)
             cells = torch.arange(n, device=pool.device) % blocks * len(quotas) + kinds
             room = cells.bincount(minlength=blocks * len(quotas)).view(blocks, -1)
-        return round_robin_greedy(items, pool, turns, bonus=bonus, classes=codes, room=room, track=track)
+        if self.candidates is None or len(pool) <= (count := max(self.candidates, SPARE * len(turns))):
+            return round_robin_greedy(items, pool, turns, bonus=bonus, classes=codes, room=room, track=track)
+        drawn = _drawn(count, len(pool), codes, quotas).to(pool.device)
+        bonus, codes = (None if each is None else each[drawn] for each in (bonus, codes))
+        picked = round_robin_greedy(items, pool[drawn], turns, bonus=bonus, classes=codes, room=room, track=track)
+        return picked._replace(picks=drawn[picked.picks])
 
     def _from_regions(self, rows: Float[Tensor, "examples dim"], bonus: Tensor | None, track: Track) -> list[Tensor]:
         """Blocks, each from one region."""
-        anchors = round_robin_greedy(rows, rows, self.blocks * [0], track=track).picks
+        anchors = self._pick(rows, rows, self.blocks * [0], None, None, track).picks
         similarity = rounded(rows @ rows[anchors].T).clamp(min=0)
         blocks: list[Tensor] = []
         for b, region in enumerate(_regions(similarity, anchors.tolist())):
@@ -255,7 +271,7 @@ class SubCP:
             inside = torch.tensor(region, device=rows.device)
             if self.strategy == "local_diverse":
                 own_bonus = None if bonus is None else bonus[inside]
-                best = round_robin_greedy(rows[inside], rows[inside], size * [0], bonus=own_bonus).picks
+                best = self._pick(rows[inside], rows[inside], size * [0], None, own_bonus, silent).picks
             else:
                 nearest = similarity[inside, b].masked_fill(inside == anchors[b], torch.inf)
                 best = nearest.sort(descending=True, stable=True).indices[:size]
@@ -291,6 +307,21 @@ def _distinct(ids: Sequence[int] | Tensor, examples: int) -> Int[Tensor, "chosen
     if len(twice := chosen[1:][chosen[1:] == chosen[:-1]]):
         raise ValueError(f"example {int(twice[0])} is in ids twice: give each example once")
     return chosen
+
+
+def _drawn(
+    count: int, examples: int, codes: Int[Tensor, "examples"] | None, quotas: Int[Tensor, "classes"] | None
+) -> Int[Tensor, "drawn"]:
+    """Random examples in ascending order, `count` of them and enough of each class for its quota."""
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(0))
+    keep = torch.arange(examples) < count
+    if codes is not None and quotas is not None:
+        drawn = codes.cpu()[order]
+        by_class, sizes = drawn.argsort(stable=True), drawn.bincount(minlength=len(quotas))
+        place = torch.empty_like(order)  # of each example among those of its class
+        place[by_class] = torch.arange(examples) - (sizes.cumsum(0) - sizes)[drawn[by_class]]
+        keep |= place < SPARE * quotas.cpu()[drawn]
+    return order[keep].sort().values
 
 
 def _central_last(part: Int[Tensor, "block"], rows: Float[Tensor, "block dim"]) -> Int[Tensor, "block"]:

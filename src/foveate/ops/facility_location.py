@@ -29,6 +29,7 @@ TIE = 1e-5  # gains with a smaller relative difference are equal, as of two toke
 ROUNDING = 1e-6  # dot products of unit rows with a smaller difference are equal
 LAZY_FROM = 1024  # smallest set, in tokens, that CPUs pick lazily
 CHUNK = 2**24  # similarities in memory at a time
+TILE = 1024  # side of a tile of similarities that stays in the cache of a CPU
 REFRESHED = 32  # gains recomputed in a round, and largest number of picks of a round
 FIRST_GAINS_STEPS = 32  # steps of the progress bar of the first gains
 WARM_UP_ROUNDS = 3  # rounds before the CUDA graphs of their steps are captured
@@ -373,8 +374,11 @@ def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, afte
         return candidates.new_zeros(len(candidates))
     if len(changed) < len(represented):
         represented, before, after = represented[changed], before[changed], after[changed]
-    chunks = candidates.split(max(1, CHUNK // len(represented)))
-    return torch.cat([(chunk @ represented.T).clamp_(before, after).sub_(before).sum(1) for chunk in chunks])
+    drops = candidates.new_zeros(len(candidates))
+    for items, low, high in zip(represented.split(TILE), before.split(TILE), after.split(TILE), strict=True):
+        parts = [(chunk @ items.T).clamp_(low, high).sub_(low).sum(1) for chunk in candidates.split(TILE)]
+        drops += torch.cat(parts)
+    return drops
 
 
 dispatch.register_kernels("facility_location", "merging")

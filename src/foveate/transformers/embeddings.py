@@ -1,7 +1,6 @@
 """Embeddings of texts: from a file, by hashed words and trigrams, or by a model of sentence-transformers."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +21,7 @@ __all__ = ["hashed_ngrams", "read_embeddings", "sentence_embeddings"]
 
 DIM = 512
 ENCODED_AT_ONCE = 256
+HASHED_AT_ONCE = 4096
 
 
 def read_embeddings(path: Path) -> Tensor:
@@ -55,17 +55,26 @@ def hashed_ngrams(texts: Sequence[str], track: Track = silent) -> Float[Tensor, 
         ValueError: If a text has neither letters nor digits.
     """
     embeddings, advance = torch.zeros(len(texts), DIM), track("embeddings", len(texts))
-    for index, text in enumerate(texts):
-        words = re.findall(r"\w+", text.lower())
-        if not words:
-            raise ValueError(f"example {index} has no words: {text!r}; leave it out")
-        counts = Counter[str]()
-        for word in words:
-            counts.update([word, *(f"<{word}>"[i : i + 3] for i in range(len(word)))])
-        for gram, count in counts.items():
-            code = crc32(gram.encode())
-            embeddings[index, code % DIM] += (1 + np.log(count)) * (1 if code >> 31 else -1)
-        advance()
+    for start in range(0, len(texts), HASHED_AT_ONCE):
+        codes_of = dict[str, list[int]]()  # of each word and its trigrams
+        codes = list[int]()
+        ends = list[int]()  # of the codes of each text
+        for index, text in enumerate(texts[start : start + HASHED_AT_ONCE], start):
+            words = re.findall(r"\w+", text.lower())
+            if not words:
+                raise ValueError(f"example {index} has no words: {text!r}; leave it out")
+            for word in words:
+                if word not in codes_of:
+                    grams = [word, *(f"<{word}>"[i : i + 3] for i in range(len(word)))]
+                    codes_of[word] = [crc32(gram.encode()) for gram in grams]
+                codes += codes_of[word]
+            ends.append(len(codes))
+            advance()
+        row = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+        grams, counts = np.unique(row << 32 | np.array(codes), return_counts=True)
+        places, signs = (grams >> 32) * DIM + grams % (1 << 32) % DIM, np.where(grams >> 31 & 1, 1, -1)
+        sums = np.bincount(places, signs * (1 + np.log(counts)), minlength=len(ends) * DIM)
+        embeddings[start : start + len(ends)] = torch.from_numpy(sums).view(-1, DIM)
     return embeddings
 
 

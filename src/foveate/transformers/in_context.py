@@ -46,12 +46,17 @@ class PrefilledContext(NamedTuple):
     Attributes:
         model: Causal language model.
         layers: Keys and values of each layer, [1, heads, tokens, head_dim].
-        position: Position of the next token.
+        positions: Position of each token.
     """
 
     model: PreTrainedModel
     layers: list[tuple[Tensor, Tensor]]
-    position: int
+    positions: Int[Tensor, "tokens"]
+
+    @property
+    def position(self) -> int:
+        """Position of the next token."""
+        return int(self.positions.max()) + 1
 
     @torch.no_grad()
     def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
@@ -63,11 +68,14 @@ class PrefilledContext(NamedTuple):
         batch, tokens = text.shape
         _check_length(self.model, self.position + tokens)
         cache = DynamicCache([tuple(x.expand(batch, -1, -1, -1) for x in layer) for layer in self.layers])
-        cached = self.layers[0][0].shape[2] if self.layers else 0
+        at = torch.arange(self.position, self.position + tokens)
+        mask = _window_masks(self.model, torch.cat([self.positions, at]), at)
+        if mask is None:
+            mask = torch.ones(batch, len(self.positions) + tokens, dtype=torch.long, device=self.model.device)
         return self.model(
             text.to(self.model.device),
-            attention_mask=torch.ones(batch, cached + tokens, dtype=torch.long, device=self.model.device),
-            position_ids=torch.arange(self.position, self.position + tokens, device=self.model.device)[None],
+            attention_mask=mask,
+            position_ids=at[None].to(self.model.device),
             **{CACHE: cache},
         ).logits
 
@@ -99,7 +107,7 @@ def concatenate(model: PreTrainedModel, blocks: Sequence[Block], start: Sequence
     """Context of all blocks, read as one text.
 
     Args:
-        model: Causal language model whose layers attend to all previous tokens.
+        model: Causal language model, see `check_reads_blocks`.
         blocks: Blocks, in reading order.
         start: Token ids before the first block, usually the start-of-text token.
 
@@ -124,7 +132,8 @@ def parallel_windows(model: PreTrainedModel, blocks: Sequence[Block], start: Seq
         return torch.cat([w.layers[layer][part][:, :, s:] for w, s in zip(windows, skipped, strict=True)], 2)
 
     layers = [(joined(layer, 0), joined(layer, 1)) for layer in range(len(windows[0].layers))]
-    return PrefilledContext(model, layers, max(window.position for window in windows))
+    positions = torch.cat([window.positions[s:] for window, s in zip(windows, skipped, strict=True)])
+    return PrefilledContext(model, layers, positions)
 
 
 def ensemble(
@@ -211,7 +220,7 @@ def prompt_with(model: PreTrainedModel, tokenizer: Any, blocks: Sequence[Sequenc
     """A model prompted with blocks of texts, each after the tokenizer's start-of-text token.
 
     Args:
-        model: Causal language model whose layers attend to all previous tokens.
+        model: Causal language model, see `check_reads_blocks`.
         tokenizer: Tokenizer of the model.
         blocks: Texts of the examples of each block.
         host: How the model reads the blocks; an ensemble reads each separately.
@@ -242,6 +251,8 @@ def _tokens(block: Block, index: int) -> list[int]:
 def check_reads_blocks(config: Any, kind: Any = None) -> None:
     """Check that models with this config can read blocks.
 
+    Their layers must attend to all previous tokens, or, as in Gemma 3, some of them to a sliding window.
+
     Args:
         config: Config of the model.
         kind: Class of the model. None is the usual one for the config.
@@ -253,14 +264,18 @@ def check_reads_blocks(config: Any, kind: Any = None) -> None:
     config = config.get_text_config()
     named = "layer_types", "attention_layers"  # the second is for GPT-Neo
     kinds = {kind for name in named for kind in getattr(config, name, None) or ()} - {"full_attention", "global"}
+    if hasattr(config, "layer_types"):
+        kinds -= {"sliding_attention"}
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         kinds.add("longrope")  # its angles depend on the total length
     if getattr(config, "alibi", False):
         kinds.add("alibi")  # it ignores position_ids
-    if kinds or getattr(config, "sliding_window", None) or "position_ids" not in signature(kind.forward).parameters:
+    windowed = getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")
+    if kinds or windowed or "position_ids" not in signature(kind.forward).parameters:
         raise ValueError(
-            f"{kind.__name__} does not take blocks: use a model whose layers all attend to all previous tokens "
-            f"and that takes position_ids{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
+            f"{kind.__name__} does not take blocks: use a model whose layers attend to all previous tokens, some of "
+            f"them perhaps in a sliding window, and that takes position_ids"
+            f"{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
         )
 
 
@@ -275,7 +290,27 @@ def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
     text = torch.tensor([tokens], device=model.device)
     cache: Any = DynamicCache()
     model(text, **{CACHE: cache}, use_cache=True)
-    return PrefilledContext(model, [(layer.keys, layer.values) for layer in cache.layers], len(tokens))
+    return PrefilledContext(model, [(layer.keys, layer.values) for layer in cache.layers], torch.arange(len(tokens)))
+
+
+def _window_masks(
+    model: PreTrainedModel, positions: Int[Tensor, "rows"], at: Int[Tensor, "tokens"]
+) -> dict[str, Tensor] | None:
+    """Mask for each type of layers, from positions: rows of parallel windows are nearer than their number tells.
+
+    None if no layer has a sliding window.
+    """
+    config = model.config.get_text_config()
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    back = at[:, None] - positions  # [tokens, rows]
+    seen = torch.ones_like(back, dtype=torch.bool)
+    seen[:, -len(at) :].tril_()
+    masks = {"full_attention": seen, "sliding_attention": seen & (back < config.sliding_window)}
+    if model.config._attn_implementation == "eager":  # which adds the mask
+        zeros, lowest = torch.zeros(seen.shape, dtype=model.dtype), torch.finfo(model.dtype).min
+        masks = {kind: zeros.masked_fill(~mask, lowest) for kind, mask in masks.items()}
+    return {kind: mask[None, None].to(model.device) for kind, mask in masks.items()}
 
 
 def _check_length(model: PreTrainedModel, tokens: int) -> None:

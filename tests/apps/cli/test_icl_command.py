@@ -75,6 +75,44 @@ def test_without_embeddings_the_text_is_hashed_and_labels_are_balanced():
     assert "label distance" in result.output
 
 
+def test_lost_labels_are_told_with_their_counts():
+    rows = [{"text": f"word{i} more", "label": "usual"} for i in range(30)] + 2 * [
+        {"text": "word1 more", "label": "rare"}
+    ]
+    Path("pool.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    some = ["--blocks", 2, "--size", 2, "--label", "label"]
+    for _ in range(2):  # the second time the blocks are read
+        told = " ".join(run(*some).output.split())
+        assert "no block has an example of 1 of 2 labels: 'rare' (2 in the pool); use --balance" in told
+    assert "no block" not in run(*some, "--balance", "proportional").output
+    assert {row["label"] for line in blocks() for row in line["examples"]} == {"usual", "rare"}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_bad_examples_are_skipped_and_listed_and_ids_are_those_of_the_file(given):
+    rows = [dict(row) for row in ROWS]
+    rows[3]["label"], rows[7]["text"] = None, "?!"
+    lines = [json.dumps(row) for row in rows]
+    lines[5] = "{"
+    Path("pool.jsonl").write_text("\n".join(lines))
+    pool = np.load("pool.npy")
+    pool[9] = np.nan
+    np.save("pool.npy", pool)
+    some = ["--blocks", 4, "--size", 3, "--label", "label", *(["--embeddings", "pool.npy"] if given else [])]
+    assert run(*some).exit_code == 2
+    result = run(*some, "--skip-bad")
+    assert result.exit_code == 0, result.output
+    with open("blocks.skipped.jsonl") as file:
+        skipped = [json.loads(line)["example"] for line in file]
+    assert skipped == ([3, 5, 9] if given else [3, 5, 7])
+    assert f"skipped {len(skipped)} examples" in " ".join(result.output.split())
+    kept = [i for i in range(len(rows)) if i not in skipped]
+    embedded = torch.from_numpy(pool[kept]) if given else hashed_ngrams([rows[i]["text"] for i in kept])
+    want = SubCP(blocks=4, block_size=3).partition(embedded).ids
+    assert [line["ids"] for line in blocks()] == [[kept[i] for i in block] for block in want]
+    assert all(line["examples"] == [rows[i] for i in line["ids"]] for line in blocks())
+
+
 def test_blocks_of_the_same_embeddings_and_settings_are_reused():
     small = ["--blocks", 4, "--size", 3]
     run(*small)

@@ -1,5 +1,6 @@
 """`foveate icl`: split examples for in-context learning into blocks, and ask a language model with them."""
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 __all__ = ["icl"]
 
 DRAWS = 10
+SHOWN = 5  # lost labels
 
 
 @clear_errors
@@ -57,6 +59,10 @@ def icl(
     max_similarity: Annotated[
         float, typer.Option(help="Examples with a larger cosine similarity never share a block. 0 sets no limit.")
     ] = 0.0,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Skip examples that cannot be used, and list them beside --out."),
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="File of blocks to write, one per line; the plot is written beside it.")
     ] = Path("blocks.jsonl"),
@@ -114,12 +120,12 @@ def icl(
     The last command asks the built-in reader about examples of `foveate demo texts`. The blocks of an ensemble are
     weighted by the similarity of their nearest example to the question, except with --embeddings.
 
-    Each line of --out has "block", "ids" (lines of the pool, from 0), "examples", and a fingerprint. Blocks of
+    Each line of --out has "block", "ids" (examples of the file, from 0), "examples", and a fingerprint. Blocks of
     the same embeddings and settings are read from there again.
     """
     from foveate.plots.figures import draw_coverage, figure_png
     from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
-    from foveate.transformers.examples import column, read_examples, write_blocks
+    from foveate.transformers.examples import column, read_examples, usable, write_blocks
     from foveate.utils.files import write_whole
 
     if embeddings and embed:
@@ -154,29 +160,36 @@ def icl(
         balance=balance,
         max_similarity=max_similarity or None,
     )
-    rows = read_examples(examples)
+    bad: dict[int, str] = {}
+    rows = read_examples(examples, bad if skip_bad else None)
+    given = read_embeddings(embeddings) if embeddings else None
+    if given is not None and len(given) != len(rows):
+        raise ValueError(f"{embeddings} has {len(given)} rows for {len(rows)} examples: embed these examples")
+    numbers = None
+    if skip_bad:
+        _note_bad(rows, given, text, embed, bad)
+        numbers = usable(rows, [name for name in (text if given is None or ask else "", label) if name], examples, bad)
+        rows, given = [rows[i] for i in numbers], None if given is None else given[numbers]
+        _list_bad(bad, out.with_suffix(".skipped.jsonl"))
     labels = column(rows, label, examples) if label else None
     with progress() as track:
 
         def embedded(texts: Sequence[str]) -> torch.Tensor:
             return sentence_embeddings(texts, embed, track) if embed else hashed_ngrams(texts, track)
 
-        if embeddings:
-            pool = read_embeddings(embeddings)
-            if len(pool) != len(rows):
-                raise ValueError(f"{embeddings} has {len(pool)} rows for {len(rows)} examples: embed these examples")
-        else:
-            pool = embedded(column(rows, text, examples))
-        ours = _read_or_make(out, sub, pool, labels, track)
+        pool = embedded(column(rows, text, examples)) if given is None else given
+        ours = _read_or_make(out, sub, pool, labels, numbers, track)
         reports = _compared(f"Sub-CP {strategy}", ours, labels, track)
         weights: list[Any] = [None] * len(ask or [])
         if ask and not embeddings:
             weights = list(ours.weights(embedded(ask)).T)
-    write_blocks(out, ours, pool, sub, labels=labels, examples=rows)
+    write_blocks(out, ours, pool, sub, labels=labels, examples=rows, numbers=numbers)
     write_whole(out.with_suffix(".png"), figure_png(draw_coverage(reports)))
     terminal().print(_table(reports))
     if repeated := reports[f"Sub-CP {strategy}"][0].duplicates:
         console.print(f"{repeated} chosen examples are copies of another one, which adds nothing to the blocks")
+    if labels:
+        _warn_lost(ours, labels, balance)
     print(out)
     print(out.with_suffix(".png"))
     if reader and ask and labels:
@@ -197,12 +210,44 @@ def icl(
         _print_answers(prompted, list(zip(ask, weights, strict=True)), template, labels, tokens, mix)
 
 
-def _read_or_make(out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, track: Any) -> Any:
+def _note_bad(rows: Sequence[dict[str, Any]], given: Any, text: str, embed: str, bad: dict[int, str]) -> None:
+    """Note examples without an embedding: those without words, or whose given embedding is NaN, infinite or 0."""
+    if given is not None:
+        for index in (~given.isfinite().all(1) | (given == 0).all(1)).nonzero()[:, 0].tolist():
+            bad.setdefault(index, f"the embedding of example {index} is NaN, infinite or 0")
+    elif not embed:
+        for index, row in enumerate(rows):
+            if str(row.get(text, "")).strip() and not re.search(r"\w", str(row[text])):
+                bad[index] = f"example {index} has no words: {str(row[text])!r}"
+
+
+def _list_bad(bad: dict[int, str], path: Path) -> None:
+    from foveate.utils.files import write_whole
+
+    lines = [json.dumps({"example": index, "reason": bad[index]}, ensure_ascii=False) + "\n" for index in sorted(bad)]
+    write_whole(path, "".join(lines).encode())
+    console.print(f"skipped {len(bad)} examples, listed in {path}")
+
+
+def _warn_lost(ours: Any, labels: Sequence[str], balance: Balance | None) -> None:
+    """Tell which labels of the pool the blocks lack."""
+    lost = ours.lost(labels)
+    if not lost:
+        return
+    shown = ", ".join(f"{label!r} ({count} in the pool)" for label, count in list(lost.items())[:SHOWN])
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    remedy = "use more or larger blocks" if balance else "use --balance proportional or equal, with a global strategy"
+    console.print(f"no block has an example of {len(lost)} of {len(set(labels))} labels: {shown}{more}; {remedy}")
+
+
+def _read_or_make(
+    out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, numbers: Sequence[int] | None, track: Any
+) -> Any:
     """Blocks of an earlier run with the same embeddings and settings, or new ones."""
     from foveate.transformers.examples import read_blocks
 
     with suppress(ValueError, FileNotFoundError):
-        found = read_blocks(out, pool, sub, labels=labels)
+        found = read_blocks(out, pool, sub, labels=labels, numbers=numbers)
         console.print(f"{out} holds the blocks of these embeddings and settings")
         return found
     return sub.partition(pool, labels=labels, track=track)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveate.methods.recompute_policy import ComposedCache, PartialRecompute, RecomputePolicy
 
-__all__ = ["EPIC", "CacheBlend", "FullPrefill", "NoRecompute", "RandomRows"]
+__all__ = ["EPIC", "CacheBlend", "FullPrefill", "NoRecompute", "ProphetKV", "RandomRows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +77,20 @@ class CacheBlend(PartialRecompute):
     def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
         """Change of each row when it is recomputed."""
         return stale.kv_deviation(self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProphetKV(PartialRecompute):
+    """The rows that the prompt attends to most in all layers ("ProphetKV", Wang et al. 2026, arXiv 2602.02579).
+
+    Its first stage runs the prompt over the stale cache. The score of a row is the attention that it receives,
+    averaged over heads, summed over the tokens of the prompt, and averaged over all layers. Its second stage
+    recomputes the rows with the highest scores. Written from the paper's abstract and from descriptions by others;
+    neither the paper's text nor its code was available. The paper recomputes 20 % of the rows.
+
+    It is `InfoFlowKV(norm="l1", scoring_layers="0%-100%")` by another name.
+    """
+
+    def scores(self, stale: ComposedCache) -> Float[Tensor, "context"]:
+        """Attention that each row receives from the prompt."""
+        return stale.received(tuple(range(stale.layers)), "l1", "global")
