@@ -5,6 +5,7 @@ import torch
 from oracle import random_table
 
 from foveate import HilbertA
+from foveate.kernels.block import flash_attention
 from foveate.kernels.block.flash_attention import block_lists, supports
 from foveate.ops.block_table import BlockTable
 
@@ -30,5 +31,16 @@ def test_tables_of_whole_blocks_have_no_partial_blocks():
     assert not partial.any()
 
 
-def test_only_gpus_with_block_lists_are_supported():
+def test_only_gpus_with_block_lists_are_supported(monkeypatch):
     assert not supports(torch.device("cpu"), torch.bfloat16, 64)
+    monkeypatch.setattr(flash_attention, "INSTALLED", True)
+    for capability, runs in ((80, False), (90, True), (100, True), (120, False)):
+        monkeypatch.setattr(flash_attention, "compute_capability", lambda index, found=capability: found)
+        assert supports(torch.device("cuda"), torch.bfloat16, 64) is runs
+        assert not supports(torch.device("cuda"), torch.bfloat16, 65)
+
+
+def test_compiled_code_can_ask_whether_it_is_supported(monkeypatch):
+    monkeypatch.setattr(flash_attention, "compute_capability", lambda index: 90)
+    ask = torch.compile(lambda x: x + supports(torch.device("cuda"), x.dtype, 64), fullgraph=True, backend="eager")
+    assert torch.equal(ask(torch.zeros(1)), torch.zeros(1))

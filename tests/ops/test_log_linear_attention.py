@@ -332,7 +332,7 @@ def test_one_graph_under_compile_gives_the_same_bits():
 @pytest.mark.parametrize(
     ("tokens", "keys", "backward"),
     [
-        *((5000, 441, True), (16384, 320, True)),
+        *((5000, 276, True), (16384, 320, True)),
         *(slow(*case) for case in ((4096, 384, True), (65536, 512, False), (2**17 + 1, 417, False))),
     ],
 )

@@ -7,6 +7,7 @@ mask function looks up each pair of a query and a key.
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,14 @@ __all__ = ["backward", "differentiates", "forward", "supports"]
 
 HOPPER, BLACKWELL, END = 90, 100, 120  # desktop chips (120) have no block lists in FlashAttention 4
 WIDE = 128  # wider heads need shorter blocks of keys
+PACKAGE = find_spec("flash_attn")  # a constant, as compiled code cannot look for packages; FlashAttention 2 shares it
+INSTALLED = PACKAGE is not None and any((Path(x) / "cute").is_dir() for x in PACKAGE.submodule_search_locations or ())
 _LISTS: WeakTensorCache["_Lists"] = WeakTensorCache()
-
-
-@cache
-def _installed() -> bool:
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether FlashAttention 4 is installed and reads block lists on this GPU, for this dtype and head_dim."""
-    if device.type != "cuda" or not half_precision(dtype) or head_dim % 8 or not _installed():
+    if device.type != "cuda" or not half_precision(dtype) or head_dim % 8 or not INSTALLED:
         return False
     capability = compute_capability(device.index or 0)
     widths = head_dim <= 256 if capability < BLACKWELL else head_dim <= 128 or head_dim == 256
@@ -100,7 +98,7 @@ def _make_lists(table: BlockTable, block: tuple[int, int], device: torch.device)
     width = {"block_size": block}
     ahead = BlockSparseTensorsTorch(*_packed(partial, device), *_packed(full, device), **width)
     back = BlockSparseTensorsTorch(*_packed(partial.T, device), *_packed(full.T, device), **width)
-    orders = compute_dq_write_order(*ahead[:4], *back[:4])
+    orders = [order.contiguous() for order in compute_dq_write_order(*ahead[:4], *back[:4])]
     back = back._replace(dq_write_order=orders[0], dq_write_order_full=orders[1], spt=False)
     if not partial.any():
         return _Lists(ahead, back, {})
