@@ -53,8 +53,8 @@ def digest(value: Any) -> str:
 
 def checksum(tensor: Tensor) -> str:
     """Hash of a tensor's bytes; of a quantised tensor, of the tensors that it consists of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
+    if flatten := getattr(tensor, "__tensor_flatten__", None):
+        names, _ = flatten()
         return digest([(name, checksum(getattr(tensor, name))) for name in names])
     return xxh3_128(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
