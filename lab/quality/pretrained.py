@@ -260,7 +260,7 @@ def main(
                 some = list(policies(float(budget), 0, _layer_types(model.config)))
                 names += [f"{method} {budget}" for method in some if variants or method not in VARIANTS]
             run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, track)
-    found = {path.stem: summarise(read(path)) for path in sorted(out.glob("*.jsonl"))}
+    found = {path.stem: summarise(read(path)) for name in MODELS for path in sorted(out.glob(f"{name}-*.jsonl"))}
     about = {"models": {name: about for name, (_, about) in MODELS.items()}, "texts": digest(paragraphs)}
     rows = [
         {"model": stem.rpartition("-")[0], "tokens": int(stem.rpartition("-")[2])} | row
