@@ -11,7 +11,7 @@ decoding. The divergence is that of the method's next-token distributions from t
 that of the answer, both in nats and averaged over the tokens of the answer. All methods recompute the same number of
 rows, none of them in the first chunk. Differences between methods are over the same questions; all intervals are from
 a bootstrap over texts. Measurements are appended to --out: an interrupted run is continued, and the table is of all
-texts there that every method of a budget has read.
+texts there that every method of a budget has read, without variants of InfoFlow KV or, for these, with them.
 """
 
 import json
@@ -185,23 +185,28 @@ def summarise(lines: list[Line]) -> list[dict[str, Any]]:
     budgets = dict.fromkeys(method.rpartition(" ")[2] for method in methods if method not in ("full", "none"))
     rows: list[dict[str, Any]] = []
     for budget in budgets:
-        names = ["full", "none", *(method for method in methods if method.endswith(f" {budget}"))]
-        texts = [text for text in sorted({text for text, _ in found}) if all((text, name) in found for name in names)]
-        for kind in ("all", *KINDS) if texts else ():
-            cells = {name: [_of_kind(found[text, name], kind) for text in texts] for name in names}
-            if not (count := sum(len(cell) for cell in cells["full"])):
-                continue
-            for name in names:
-                row: dict[str, Any] = {"method": name.removesuffix(f" {budget}"), "budget": budget, "kind": kind}
-                row |= {"texts": len(texts), "questions": count}
-                for at, measure in enumerate(MEASURES[:3]):
-                    row[measure] = interval(cells[name], at)
-                for at, measure in enumerate(MEASURES[:3]):
-                    row[f"{measure} minus InfoFlow KV"] = interval(cells[name], at, cells[f"InfoFlow KV {budget}"])
-                row["rows"] = round(float(np.concatenate(cells[name])[:, 3].mean()), 1)
-                row["median_s"] = round(float(np.median(np.concatenate(cells[name])[:, 4])), 4)
-                rows.append(row)
+        every = ["full", "none", *(method for method in methods if method.endswith(f" {budget}"))]
+        main = [name for name in every if name.removesuffix(f" {budget}") not in VARIANTS]
+        for names in (main, every):  # variants may have read fewer texts
+            texts = [
+                text for text in sorted({text for text, _ in found}) if all((text, name) in found for name in names)
+            ]
+            for kind in ("all", *KINDS) if texts else ():
+                cells = {name: [_of_kind(found[text, name], kind) for text in texts] for name in names}
+                shown = names if names == main else [name for name in names if name not in main]
+                if count := sum(len(cell) for cell in cells["full"]):
+                    about = {"budget": budget, "kind": kind, "texts": len(texts), "questions": count}
+                    rows += [_row(name, cells, about) for name in shown]
     return rows
+
+
+def _row(name: str, cells: dict[str, list[np.ndarray]], about: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"method": name.removesuffix(f" {about['budget']}"), **about}
+    for at, measure in enumerate(MEASURES[:3]):
+        row[measure] = interval(cells[name], at)
+        row[f"{measure} minus InfoFlow KV"] = interval(cells[name], at, cells[f"InfoFlow KV {about['budget']}"])
+    values = np.concatenate(cells[name])
+    return row | {"rows": round(float(values[:, 3].mean()), 1), "median_s": round(float(np.median(values[:, 4])), 4)}
 
 
 def _of_kind(line: Line, kind: str) -> np.ndarray:
@@ -210,11 +215,16 @@ def _of_kind(line: Line, kind: str) -> np.ndarray:
     return every[[kind in ("all", one) for one in line["kinds"]]]
 
 
-def interval(cells: list[np.ndarray], at: int, minus: list[np.ndarray] | None = None) -> list[float]:
-    """Mean of a measure over questions, or of its difference, and its 95 % interval from a bootstrap over texts."""
+def interval(cells: list[np.ndarray], at: int, minus: list[np.ndarray] | None = None) -> list[float | None]:
+    """Mean of a measure over questions, or of its difference, and its 95 % interval from a bootstrap over texts.
+
+    A single text has no interval.
+    """
     other = minus or [np.zeros_like(cell) for cell in cells]
     sums = np.array([(a - b)[:, at].sum() for a, b in zip(cells, other, strict=True)])
     counts = np.array([len(cell) for cell in cells])
+    if len(cells) == 1:
+        return [round(float(sums.sum() / counts.sum()), 4), None, None]
     drawn = np.random.default_rng(0).integers(len(cells), size=(RESAMPLES, len(cells)))
     totals = counts[drawn].sum(1)
     means = sums[drawn].sum(1)[totals > 0] / totals[totals > 0]
@@ -260,7 +270,7 @@ def main(
                 some = list(policies(float(budget), 0, _layer_types(model.config)))
                 names += [f"{method} {budget}" for method in some if variants or method not in VARIANTS]
             run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, track)
-    found = {path.stem: summarise(read(path)) for path in sorted(out.glob("*.jsonl"))}
+    found = {path.stem: summarise(read(path)) for name in MODELS for path in sorted(out.glob(f"{name}-*.jsonl"))}
     about = {"models": {name: about for name, (_, about) in MODELS.items()}, "texts": digest(paragraphs)}
     rows = [
         {"model": stem.rpartition("-")[0], "tokens": int(stem.rpartition("-")[2])} | row

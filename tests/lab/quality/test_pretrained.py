@@ -50,7 +50,10 @@ def test_facts_are_where_their_kind_says(number):
 
 def test_news_are_asked_about_names_and_numbers_of_first_sentences(monkeypatch):
     body = "The old mayor of this small town in the north met Ada Brown on Monday. " + "It rained all day. " * 30
-    articles = {f"class {i}": [f"Headline {i}\n\n{body.replace('Ada', name)}"] for i, name in enumerate("ABCDE")}
+    articles = {
+        f"class {i}": [f"Headline {i}\n\n{body.replace('Ada', name)}"]
+        for i, name in enumerate(["Ada", "Bo", "Cy", "Di", "Ed"])
+    }
     monkeypatch.setattr(pretrained_questions, "bbc_articles", lambda: articles)
     text = draw_news(0, 500, length)
     assert len(text.chunks) == 5
