@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from foveate.transformers.documents import split_documents, split_text
+from foveate.transformers.documents import Passage, split_documents, split_text
 from foveate.transformers.readers import read_documents
 
 TEXTS = st.text(st.sampled_from("ab. \n?"), max_size=80)
@@ -112,7 +112,8 @@ def test_texts_are_split_after_paragraphs_then_sentences_then_words():
 
 def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
     passages = split_documents({"a.txt": "one two. three four.", "b.txt": "five\n"}, 2, words)
-    assert passages == [("a.txt, part 1", "one two.\n\n"), ("a.txt, part 2", "three four.\n\n"), ("b.txt", "five\n\n")]
+    parts = ("a.txt, part 1", "one two.\n\n"), ("a.txt, part 2", "three four.\n\n"), ("b.txt", "five\n\n")
+    assert passages == [Passage(*part) for part in parts]
     whole = split_documents({"a.txt": "one two. three four."}, 0, words)
     assert whole == [("a.txt", "one two. three four.\n\n")]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_lm import DOCUMENTS, encoder
 
 from foveate.methods.baselines.kv_baselines import NoRecompute
+from foveate.transformers.documents import Passage
 from foveate.transformers.embeddings import _sentence_transformer
 from foveate.transformers.index import ChunkIndex, index_documents
 from foveate.transformers.rag import ask
@@ -79,7 +80,7 @@ def read(index, passages, **options):
 def test_numbers_and_texts_are_read_in_the_given_order_and_new_texts_join_the_index(index):
     assert read(index, [3, 0, 3]) == [3, 0, 3]
     assert read(index, [DOCUMENTS[2], NEW, 1]) == [2, 4, 1]
-    assert index.passages[4] == (NEW, f"{NEW}\n\n")
+    assert index.passages[4] == Passage(NEW, f"{NEW}\n\n")
     assert (index.place / index._files[4]).exists()
     assert read(index, [NEW, 1, 2], top=2) == [4, 1]
     assert read(index, lambda question: [DOCUMENTS[0]] if question == "w3" else []) == [0]
@@ -150,6 +151,6 @@ def test_documents_and_retrievers_of_haystack(index):
 
 
 def test_a_text_without_a_name_is_named_by_its_first_words():
-    assert passage_of("One two three four five six seven eight nine ten.\n") == (
+    assert passage_of("One two three four five six seven eight nine ten.\n") == Passage(
         "One two three four five six seven ...", "One two three four five six seven eight nine ten.\n\n"
     )  # fmt: skip

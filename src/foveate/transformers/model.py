@@ -567,7 +567,7 @@ class LanguageModel:
             ValueError: If a text may become too long for the model, or an option is not supported.
         """
         longest = max(map(len, texts))
-        if cache is None and self.sees and any((ids == image_token(self.model.config)).any() for ids in texts):
+        if kept is None and self.sees and any((ids == image_token(self.model.config)).any() for ids in texts):
             raise ValueError("texts with images need their cache: patch a context with FullPrefill")
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
         self._check(options, cached=kept is not None, several=len(texts) > 1)
