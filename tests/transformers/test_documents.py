@@ -115,7 +115,7 @@ def test_passages_carry_the_name_of_their_document_and_end_with_an_empty_line():
     parts = ("a.txt, part 1", "one two.\n\n"), ("a.txt, part 2", "three four.\n\n"), ("b.txt", "five\n\n")
     assert passages == [Passage(*part) for part in parts]
     whole = split_documents({"a.txt": "one two. three four."}, 0, words)
-    assert whole == [("a.txt", "one two. three four.\n\n")]
+    assert whole == [Passage("a.txt", "one two. three four.\n\n")]
 
 
 @given(st.text(st.sampled_from("ab. \n?"), max_size=60), st.integers(3, 12))
