@@ -282,7 +282,3 @@ def main(
     for budget in dict.fromkeys(row["budget"] for row in rows):
         print(markdown(found, budget), end="\n\n")
     print(path)
-
-
-if __name__ == "__main__":
-    typer.run(main)
