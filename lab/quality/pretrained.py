@@ -128,6 +128,7 @@ def _full_prefill(context: Context, texts: list[Tensor], answers: list[int]) -> 
 
 def _measures(logits: Tensor, full: Tensor, answer: Tensor, rows: int, seconds: float) -> dict[str, float]:
     ours, theirs = (x.float().log_softmax(-1).cpu() for x in (logits, full))
+    answer = answer.cpu()
     return {
         "right": float((ours.argmax(-1) == answer).all()),
         "nll": -float(ours.gather(1, answer[:, None]).mean()),
@@ -281,7 +282,3 @@ def main(
     for budget in dict.fromkeys(row["budget"] for row in rows):
         print(markdown(found, budget), end="\n\n")
     print(path)
-
-
-if __name__ == "__main__":
-    typer.run(main)

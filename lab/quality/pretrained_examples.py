@@ -66,8 +66,8 @@ class Reader:
         for start in range(0, len(questions), BATCH):
             some = questions[start : start + BATCH]
             logits = context.logits(pad_sequence(some, batch_first=True))
-            last = torch.tensor([len(ids) - 1 for ids in some], device=logits.device)
-            found.append(logits[torch.arange(len(some)), last][:, self.first].float().cpu())
+            ends = [row[len(ids) - 1].float().cpu()[self.first] for row, ids in zip(logits, some, strict=True)]
+            found.append(torch.stack(ends))
         return torch.cat(found).softmax(-1)
 
     def _ids(self, text: str) -> list[int]:

@@ -369,13 +369,9 @@ def _first_gains(
 @dispatch.register("coverage_drops", "portable")
 def portable_drops(represented: Tensor, candidates: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Sum over items of clamp(similarity, before, after) - before for each candidate, in plain PyTorch."""
-    changed = (after > before).nonzero()[:, 0]
-    if not len(changed):
-        return candidates.new_zeros(len(candidates))
-    if len(changed) < len(represented):
-        represented, before, after = represented[changed], before[changed], after[changed]
     drops = candidates.new_zeros(len(candidates))
-    for items, low, high in zip(represented.split(TILE), before.split(TILE), after.split(TILE), strict=True):
+    for changed in (after > before).nonzero()[:, 0].split(TILE):
+        items, low, high = represented[changed], before[changed], after[changed]
         parts = [(chunk @ items.T).clamp_(low, high).sub_(low).sum(1) for chunk in candidates.split(TILE)]
         drops += torch.cat(parts)
     return drops
