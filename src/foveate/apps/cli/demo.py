@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import print_table
+from foveate.apps.cli.common import check_writable, print_table
 from foveate.apps.console import Seed, clear_errors
 
 __all__ = ["app"]
@@ -53,6 +53,7 @@ def texts(
     """
     from foveate.apps.demo.examples import write_examples
 
+    check_writable(out)
     for heading, answers in zip(("question", "text without a label"), write_examples(out, seed), strict=True):
         print_table(dict(islice(answers.items(), SHOWN)), heading, "right answer")
     print(out)
