@@ -1,5 +1,6 @@
 """`foveate demo`: the commands about the built-in models."""
 
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foveate.apps.cli.common import check_writable, print_table
-from foveate.apps.console import Seed, clear_errors
+from foveate.apps.console import Device, Seed, clear_errors, console, progress
 
 __all__ = ["app"]
 
@@ -34,6 +35,30 @@ def info() -> None:
     }
     for title, rows in everything.items():
         print_table(rows, "property", "value", title=title)
+
+
+@app.command()
+@clear_errors
+def page(
+    out: Annotated[
+        Path, typer.Option(help="Folder for the pages and their images; an existing run is resumed.")
+    ] = Path("demo"),
+    device: Device = "auto",
+) -> None:
+    """Write a page that shows what Foveate is: images, a video, and measured speeds.
+
+    make demo does this in a clone.
+    """
+    check_writable(out)
+    import_module("imageio_ffmpeg")  # fails early if packages are missing
+    from foveate.apps.demo.page import write_pages
+    from foveate.pipelines.request import quiet
+
+    quiet()
+    with progress() as track:
+        path = write_pages(out, device, track)
+    console.print("open the page in a browser:")
+    print(path.resolve())
 
 
 @app.command()

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from PIL import Image, ImageSequence
 
-from foveate.apps.web.report import Comparison, Objects, Variant, comparison_page
+from foveate.apps.web.report import Comparison, Intro, Objects, Variant, comparison_page
 from foveate.diffusers.apply import Handle
 from foveate.methods import LLSA, METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
@@ -58,6 +58,7 @@ def comparison(
     judge: Callable[[Image.Image], Objects] | None = None,
     rounds: int = 3,
     track: Track = silent,
+    intro: Intro | None = None,
 ) -> Comparison:
     """One prompt generated dense and with each method, with times of the denoiser; also a page in `out`.
 
@@ -76,6 +77,7 @@ def comparison(
         judge: Counts the requested objects in an image.
         rounds: Timed steps of each variant.
         track: Shows progress.
+        intro: Introduction of the page.
 
     Raises:
         ValueError: If no method fits, or the folder is one that `reserve` refuses.
@@ -92,7 +94,7 @@ def comparison(
 
     def write(*, running: bool) -> None:
         told = " ".join(notices), _about_times(methods), waiting, running
-        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told)]
+        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told, intro)]
         write_whole(page, comparison_page(*shown).encode())
 
     try:

@@ -373,7 +373,7 @@ def _options(found: list[MethodOption], name: str, lora: str, text: gr.Textbox) 
 
 def _option(option: MethodOption, value: Any) -> Any:
     """A switch, a number, a choice or a text for an option."""
-    about: dict[str, Any] = {"label": option.name, "info": option.help}
+    about: dict[str, Any] = {"label": option.name, "info": option.help, "interactive": True}
     if option.kind == "switch":
         return gr.Checkbox(value, **about)
     if option.kind in ("whole", "number"):
