@@ -170,7 +170,6 @@ def test_options_are_fields_of_the_method(window, address):
     tab.get_by_role("button", name="More options").click()
     tab.get_by_text("Where the tiles slide").wait_for()
     choose(tab, "slide", "curve")
-    says(tab, "")
     tab.get_by_role("button", name="Generate", exact=True).click()
     says(tab, "HilbertA T=4 slide=curve is done")
     choose(tab, "Method", "dense")

@@ -41,10 +41,10 @@ VIDEO_SPEEDS = (
 """Rows of the table of docs/quality-videos.md: the built-in video model, and the time of a video."""
 HEADLINE = "Foveate makes transformers cheaper: they attend only where it matters"
 ABOUT = (
-    "Image and video models spend most of their time on attention between all pairs of tokens. One line adds a "
-    "published method that skips most of these pairs or merges similar tokens. Another line removes it and restores "
-    "the model bit for bit. It works with the models of diffusers, such as FLUX, Qwen-Image, Wan and SDXL; most "
-    "settings need no training."
+    "Image and video models spend much of their time on attention between all pairs of tokens, the more the larger "
+    "the image. One line adds a published method that skips most of these pairs or merges similar tokens. Another "
+    "line removes it and restores the model bit for bit. It works with the models of diffusers, such as FLUX, "
+    "Qwen-Image, Wan and SDXL; two of the three methods here need no training."
 )
 CODE = """pip install -e ".[diffusers]"            # in a clone
 
