@@ -1,4 +1,4 @@
-# make demo   pictures side by side on this machine, one HTML page      make lint    ruff and pyright
+# make demo   what Foveate is, with images and a video of this machine     make lint    ruff and pyright
 # make test   lint, types and the fast tests                            make bench   time a Flux step, dense and sparse
 # make docs   the documentation as a site in site/                      make test-all   the same and the slow tests
 # make test-quantised   methods on quantised weights, with packages that the other tests do without
@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE # tests start three times as fast from what the
 .PHONY: demo test fast test-all test-quantised lint bench docs
 
 demo: .venv/foveate
-	$(BIN)/foveate compare "a red apple above a blue car on a green background" --steps 8 --rounds 1 --out demo
+	$(BIN)/foveate demo page --out demo
 
 test: .venv/dev
 	@$(MAKE) --jobs 2 lint fast # types are checked beside the tests
@@ -45,7 +45,7 @@ docs: .venv/docs
 
 .venv/foveate: pyproject.toml | .venv/bin/pip
 	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q -e models -e ".[apps,diffusers]"
+	$(BIN)/pip install -q -e models -e ".[apps,diffusers,video]"
 	@touch $@
 
 .venv/dev: .venv/foveate

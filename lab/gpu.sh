@@ -15,7 +15,7 @@ foveate=${FOVEATE:-foveate}
 lab="python3 -m lab"
 
 timed() { echo "== $(date +%T) $*" && "$@"; }
-step() { timed $foveate bench step --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
+step() { timed $foveate bench step --model "$1" --size "$2" "${results[@]}" "${@:3}"; }
 profile() { timed $lab step-profile --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
 tests() { # [5; skips extras of Foveate that are not installed, and JAX on the GPU, which would take all memory]
@@ -65,8 +65,8 @@ log_linear() { # [8]
 train() { timed $lab train --compile "${results[@]}"; } # [4]
 
 flux() { # [22]
-  step flux-dev 64,128,256 --compile --rounds 7
-  step flux-dev 64,128,256 --rounds 5
+  step flux-dev 1024,2048,4096 --compile --rounds 7
+  step flux-dev 1024,2048,4096 --rounds 5
   profile flux-dev 64,128 --compile
 }
 
@@ -76,7 +76,7 @@ flux_options() { # [4]
     toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)"; do
     methods+=(--method "$method")
   done
-  step flux-dev 64 --compile --rounds 5 "${methods[@]}" --out out/options
+  step flux-dev 1024 --compile --rounds 5 "${methods[@]}" --out out/options
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
@@ -85,8 +85,8 @@ flux_untrained() { # [6: what holds without training, see docs/quality-without-t
   for tiles in 4 16; do
     methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
   done
-  step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained
-  step flux-dev 64,128 --rounds 5 "${methods[@]}" --out out/untrained --compile
+  step flux-dev 1024,2048 --rounds 5 "${methods[@]}" --out out/untrained
+  step flux-dev 1024,2048 --rounds 5 "${methods[@]}" --out out/untrained --compile
   for how in eager compiled; do
     mv "out/untrained/step-flux-dev-$how-cuda.json" "lab/results/step-flux-dev-untrained-$how-cuda.json"
   done
@@ -96,8 +96,8 @@ sdxl() { # [7]
   local methods=() keep
   for keep in 0.75 0.5 0.25; do methods+=(--method "toma:keep=$keep"); done
   methods+=(--method toma:granularity=module --method tomesd --method tofu --method todo)
-  step sdxl 64,128 --compile "${methods[@]}"
-  step sdxl 64,128 "${methods[@]}"
+  step sdxl 1024,2048 --compile "${methods[@]}"
+  step sdxl 1024,2048 "${methods[@]}"
   profile sdxl 64,128 "${methods[@]}"
 }
 
@@ -105,7 +105,7 @@ compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as C
   local model how
   for model in flux-dev sdxl; do
     for how in "" --compile --cuda-graphs; do
-      step "$model" 64 --rounds 5 --method toma:keep=0.5 --method hilberta:tiles=16 $how --out "out/modes"
+      step "$model" 1024 --rounds 5 --method toma:keep=0.5 --method hilberta:tiles=16 $how --out "out/modes"
     done
   done
 }
@@ -118,8 +118,8 @@ parallel() { # [6 on two GPUs, estimated; fails on one]
 }
 
 built_in() { # [2]
-  step built-in 64,128 --text 64
-  step built-in 64,128 --text 64 --compile
+  step built-in 256,512 --text-tokens 64
+  step built-in 256,512 --text-tokens 64 --compile
 }
 
 quality() { # [8]
@@ -181,7 +181,7 @@ pixel_dit() { # [15 at 64 px, 23 at 128 px, estimated; SIZE=64 runs one of them]
 }
 
 pixel_model() { # [19; the model that is shipped]
-  timed $foveate train --dit DiT-XS --sizes 32:4500:128,64:2200:32,128:3500:8 --at-once 128 --optimizer muon --rate 2e-3 \
+  timed $foveate train --dit DiT-XS --size 32,64,128 --steps 4500,2200,3500 --batch 128,32,8 --at-once 128 --optimizer muon --rate 2e-3 \
     --cool-down 0.25 --average 0.998 --compile --sample-every 2500 --out out/pixel
   timed python3 -m lab.quality.quality --model out/pixel --guidance 3 --size 128 --prompts 100 --batch 50 --pictures out/pixel-quality \
     "${commit[@]}"
@@ -197,7 +197,7 @@ video_lora() { # [13: a LoRA for HilbertA, and the scores of all methods with it
   python3 -c "from itertools import islice; from lab.training.moving import moving_scenes
 for moving in islice(moving_scenes(1), 400): print(moving.scene.caption)" >out/video-captions.txt
   timed $foveate distill --model built-in-video --size 96 --guidance 3 --draw-steps 20 --tiles 4 \
-    --prompts out/video-captions.txt --optimizer adamw --rate 1e-3 --rank 32 --layers all --levels shifted --cool-down 1 \
+    --prompts out/video-captions.txt --optimizer adamw --rate 1e-3 --rank 32 --layers all --noise-levels shifted --cool-down 1 \
     --at-once 32 --steps 600 --compile --out out/video-lora
   timed python3 -m lab.quality.video --lora out/video-lora --batch 40 --pictures out/video-judged "${commit[@]}"
 }
@@ -207,8 +207,8 @@ prefill() { timed $lab context "${results[@]}"; } # [4]
 # [8, estimated; targets: 16 questions at 4x the tokens a second of one by one, and of prefill: the first token at 32,768
 # tokens 5.2x sooner than the full prefill, composing at 80 % of the speed of copying]
 questions() {
-  timed $foveate bench context --model llama-8b --tokens 8192 --chunk 2048 --answer 64 --questions 32 "${results[@]}"
-  timed $foveate bench context --model llama-8b --tokens 32768 --chunk 2048 --answer 64 --questions 16 "${results[@]}" \
+  timed $foveate bench context --model llama-8b --context-tokens 8192 --chunk 2048 --max-new-tokens 64 --questions 32 "${results[@]}"
+  timed $foveate bench context --model llama-8b --context-tokens 32768 --chunk 2048 --max-new-tokens 64 --questions 16 "${results[@]}" \
     --out out/questions
   mv out/questions/questions-llama-8b-cuda.json lab/results/questions-llama-8b-32768-cuda.json
 }

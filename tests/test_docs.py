@@ -232,3 +232,33 @@ def test_the_page_of_steps_shows_what_bounds_them():
         bounds.append(f"{1 / (1 - share + share / bound):.2f}x")
     assert f"| {' | '.join(shares)} |\n" in PAGES["benchmarks-steps.md"], shares
     assert f"| {' | '.join(bounds)} |\n" in PAGES["benchmarks-steps.md"], bounds
+
+
+def test_the_errors_of_the_faq_are_those_that_foveate_raises():
+    source = "".join(path.read_text() for path in (ROOT / "src" / "foveate").rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", source)
+    messages = re.findall(r"^\| `([^`]+)` \| ", PAGES["faq.md"], re.MULTILINE)
+    assert len(messages) == 10
+    for message in messages:
+        for part in filter(None, re.split(r" ?… ?|…|\[|\]|'", message)):
+            assert part.strip() in said, message
+
+
+def test_the_page_of_a_photograph_runs(run, tmp_path):
+    (sample,) = samples("photograph.md")
+    Image.new("RGB", (90, 60), "teal").save(tmp_path / "photograph.jpg")
+    small = {
+        'FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16).to("cuda")': (
+            "untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))"
+        ),
+        "1024, 768": "64, 48",
+        "height=768, width=1024": "height=48, width=64, max_sequence_length=64",
+        "num_inference_steps=28": "num_inference_steps=5",
+    }
+    for old, new in small.items():
+        assert old in sample
+        sample = sample.replace(old, new)
+    printed = run("from foveate.apps.demo.untrained import untrained_pipeline\n" + sample)
+    assert "3 of 3 forward passes sparse" in printed
+    with Image.open(tmp_path / "merged.png") as merged:
+        assert merged.size == (64, 48)

@@ -6,12 +6,15 @@ Examples:
     >>> print(run.summary())
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foveate.diffusers.apply import Handle, apply, remove, summary
-from foveate.diffusers.card import Card, register_card
-from foveate.diffusers.preset import Preset, StepCache, load
-from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
+if TYPE_CHECKING:
+    from foveate.diffusers.apply import Handle, apply, remove, summary
+    from foveate.diffusers.card import Card, register_card
+    from foveate.diffusers.preset import Preset, StepCache, load
+    from foveate.methods import LLSA, HilbertA, InfoFlowKV, SubCP, ToMA
+    from foveate.tuning.tune import Budget, tune
 
 __all__ = [
     "LLSA",
@@ -36,14 +39,19 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from foveate.tuning.tune import Budget, tune
+MODULES = {
+    "diffusers.apply": ("Handle", "apply", "remove", "summary"),
+    "diffusers.card": ("Card", "register_card"),
+    "diffusers.preset": ("Preset", "StepCache", "load"),
+    "methods": ("LLSA", "HilbertA", "InfoFlowKV", "SubCP", "ToMA"),
+    "tuning.tune": ("Budget", "tune"),
+}
+"""The modules of the public names, which are imported when a name is used: PyTorch takes a second."""
 
 
 def __getattr__(name: str) -> Any:
-    """`tune` and `Budget`, which need Pillow, when they are used."""
-    if name in ("Budget", "tune"):
-        from foveate.tuning import tune as module
-
-        return getattr(module, name)
+    for module, names in MODULES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"foveate.{module}"), name)
+            return value
     raise AttributeError(f"module 'foveate' has no attribute {name!r}")

@@ -17,6 +17,8 @@ def main() -> None:
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     cli.main()
 
 

@@ -62,15 +62,16 @@ def pieces(checkpoint, name):
 @pytest.mark.slow
 def test_one_process_then_two_sharded_ones_then_one_train_like_one(pixels, fsdp, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
-    first, second, third = "16:3:4", "16:3:4,32x16:2:4", "16:3:4,32x16:2:4,16:2:4"
-    alone(f"{pixels} --sizes {third} --out {whole}")
+    first, second = "16 --steps 3 --batch 4", "16,32x16 --steps 3,2 --batch 4"
+    third = "16,32x16,16 --steps 3,2,2 --batch 4"
+    alone(f"{pixels} --size {third} --out {whole}")
     AcceleratorState._reset_state(reset_partial_state=True)
-    alone(f"{pixels} --sizes {first} --out {out}")
+    alone(f"{pixels} --size {first} --out {out}")
     assert pieces(out / "000000003", "model.weights.blocks.0.attn.q.weight") == 1
-    together(2, f"{pixels} --sizes {second} --out {out} --at-once 1", fsdp)
+    together(2, f"{pixels} --size {second} --out {out} --at-once 1", fsdp)
     assert pieces(out / "000000005", "model.weights.blocks.0.attn.q.weight") == 2
     AcceleratorState._reset_state(reset_partial_state=True)
-    alone(f"{pixels} --sizes {third} --out {out}")
+    alone(f"{pixels} --size {third} --out {out}")
     assert_same_run(out, whole, WEIGHTS)
 
 
@@ -90,7 +91,7 @@ def test_two_processes_and_two_sharded_ones_distil_like_one(fsdp, tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_which_then_goes_on_from_its_last_checkpoint(pixels, tmp_path):
     out, log = tmp_path / "out", tmp_path / "out" / "log.csv"
-    with start(2, f"{pixels} --sizes 16:1000:4 --out {out} --checkpoint-minutes 0") as run:
+    with start(2, f"{pixels} --size 16 --steps 1000 --batch 4 --out {out} --checkpoint-minutes 0") as run:
         while run.poll() is None and not (log.exists() and len(losses(out)) > 4):
             time.sleep(0.05)
         (victim,) = [process for process in psutil.Process(run.pid).children() if process.environ()["RANK"] == "1"]
@@ -101,9 +102,9 @@ def test_a_killed_process_ends_the_run_which_then_goes_on_from_its_last_checkpoi
     steps = len(losses(out))
     checkpoints = [int(path.parent.name) for path in out.glob("*/.metadata")]
     assert max(checkpoints) >= steps - 1
-    alone(f"{pixels} --sizes 16:{steps + 2}:4 --out {out}")
+    alone(f"{pixels} --size 16 --steps {steps + 2} --batch 4 --out {out}")
     AcceleratorState._reset_state(reset_partial_state=True)
-    alone(f"{pixels} --sizes 16:{steps + 2}:4 --out {tmp_path / 'whole'}")
+    alone(f"{pixels} --size 16 --steps {steps + 2} --batch 4 --out {tmp_path / 'whole'}")
     assert_same_run(out, tmp_path / "whole", WEIGHTS)
 
 
@@ -115,7 +116,7 @@ def test_a_batch_is_split_evenly(batch, devices, at_once, parts):
     assert split_batch(batch, devices, at_once) == parts
 
 
-@pytest.mark.parametrize("command", ["train --batch 12 --sizes 16:1,16:1:4", "distill --batch 4"])
+@pytest.mark.parametrize("command", ["train --batch 12,4 --size 16,16 --steps 1", "distill --batch 4"])
 def test_a_batch_that_processes_cannot_share_is_refused_before_anything_is_loaded(monkeypatch, command):
     three = SimpleNamespace(num_processes=3, is_main_process=True, device=torch.device("cpu"))
     monkeypatch.setattr(console, "join", lambda device: three)

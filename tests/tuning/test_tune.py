@@ -166,6 +166,35 @@ def test_an_interrupted_run_resumes_with_the_same_result_and_repeats_nothing(pip
         tuned(budget, out=tmp_path / "whole", steps=3)
 
 
+@pytest.mark.parametrize(("disturbed", "told"), [(1, ""), (99, "too busy to tell")])
+def test_what_noise_decides_is_measured_again_and_not_ranked(pipe, tmp_path, monkeypatch, disturbed, told):
+    """The dense call of every other step takes twice as long, in some rounds."""
+    measured = measure.Measurements(
+        pipe, [Request(prompt, (64, 64), 4, None, i) for i, prompt in enumerate(PROMPTS)], 1, tmp_path, lambda *_: int
+    )
+    steady, calls, steps = measured._forward, 0, len(measured.recorded)
+
+    def forward(recorded):
+        nonlocal calls
+        step, which = divmod(calls, 3)
+        calls += 1
+        seconds, predictions = steady(recorded)
+        slow = which == 0 and step % 2 == 0 and step < disturbed * steps
+        return seconds * (1 + slow), predictions
+
+    monkeypatch.setattr(measured, "_forward", forward)
+    cost = measured.cost(METHODS[1])
+    known = json.loads((tmp_path / "measured.json").read_text()) if (tmp_path / "measured.json").exists() else {}
+    if told:
+        assert told in cost["why"]
+        assert known == {}  # measured again the next time
+        assert calls == 3 * steps * measure.ROUNDS
+    else:
+        assert cost["ratio"] == pytest.approx(TIMES[HilbertA])
+        assert calls == 3 * steps * 2
+        assert max(cost["ratios"]) <= measure.NOISE * min(cost["ratios"])
+
+
 @torch.no_grad()
 def test_errors_are_those_of_the_model_itself(pipe, tmp_path):
     measured = measure.Measurements(

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "TimedMethods",
     "TrainingDevice",
     "TrainingDtype",
+    "brief",
     "clear_errors",
     "console",
     "join_processes",
@@ -62,6 +64,11 @@ def terminal(stderr: bool = False, width: int | None = None) -> Console:
 
 
 console = terminal(stderr=True)
+
+
+def brief(text: str) -> str:
+    """The text, cut after 60 characters."""
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _check_seed(seed: int) -> int:
@@ -130,7 +137,7 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            _check_utf8(kwargs)
+            _check_values(kwargs)
             command(*args, **kwargs)
             leave()
         except KeyboardInterrupt:
@@ -152,8 +159,10 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _check_utf8(options: Mapping[str, Any]) -> None:
+def _check_values(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
+        if isinstance(value, float) and isnan(value):  # is within every range
+            raise ValueError(f"{name.replace('_', '-')} is {value}: give a number")
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text != (shown := text.encode("utf-8", "replace").decode()):
                 raise ValueError(f"{name.replace('_', '-')} is not UTF-8 text: {shown}")

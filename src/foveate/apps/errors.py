@@ -4,8 +4,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-import torch
-
 __all__ = ["noting", "remedy", "require"]
 
 EXTRAS = {
@@ -53,7 +51,7 @@ def noting(what: str) -> Generator[None]:
 
 def remedy(error: Exception) -> str:
     """Error and remedy in one line; empty for errors that the user cannot fix."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _allocation_failed(error):
+    if isinstance(error, MemoryError) or _allocation_failed(error):
         return "out of memory: use a smaller --size (or --top), --dtype bfloat16, or a device with more memory"
     if isinstance(error, AssertionError) and "Cannot shard tensor" in str(error):  # of diffusers' context parallelism
         return "the text has fewer tokens than there are processes: use fewer, or --split prompts, or a longer text"
@@ -68,5 +66,5 @@ def remedy(error: Exception) -> str:
 
 
 def _allocation_failed(error: Exception) -> bool:
-    known = "can't allocate memory", "not enough memory"  # messages of the CPU allocators
+    known = "out of memory", "can't allocate memory", "not enough memory"  # of CUDA and of the CPU allocators
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)

@@ -84,6 +84,11 @@ class Preset:
         return " + ".join(part.title for part in (*self.methods, self.cache) if part)
 
     @property
+    def steps(self) -> int | None:
+        """Number of denoising steps at which it was measured; None if the evidence does not tell."""
+        return self.evidence.get("steps")
+
+    @property
     def parts(self) -> tuple[Method, ...]:
         """The methods."""
         return self.methods

@@ -2,6 +2,7 @@
 
 import re
 from ast import literal_eval
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "ToMA",
     "ToMeSD",
     "method_from_text",
+    "options_from_pairs",
     "options_in",
     "read_method",
     "recompute_policy_from_text",
@@ -88,14 +90,27 @@ def options_in(text: str) -> dict[str, str]:
     """The options of a text such as "keep=0.5, tile=(8,8)" as a dictionary.
 
     Raises:
-        ValueError: If an option has no value.
+        ValueError: If an option has no value, or two.
     """
     within = r"\((?:[^()]|\([^()]*\))*\)"  # parentheses, and one level within
     parts = re.findall(rf"(?:[^,()]|{within}|[()])+", text)  # not at a comma within them
-    pairs = [part.strip().partition("=") for part in parts if part.strip()]
-    if bare := [name for name, equals, _ in pairs if not equals]:
-        raise ValueError(f"option {bare[0]} has no value: write {bare[0]}=VALUE")
-    return {name: value for name, _, value in pairs}
+    return options_from_pairs([part.strip() for part in parts if part.strip()])
+
+
+def options_from_pairs(texts: Iterable[str]) -> dict[str, str]:
+    """The options of texts such as "keep=0.5" as a dictionary.
+
+    Raises:
+        ValueError: If an option has no value, or two.
+    """
+    options: dict[str, str] = {}
+    for name, equals, value in (text.partition("=") for text in texts):
+        if not equals:
+            raise ValueError(f"option {name} has no value: write {name}=VALUE")
+        if name in options:
+            raise ValueError(f"option {name} is given twice, as {options[name]} and {value}: leave one of them out")
+        options[name] = value
+    return options
 
 
 def recompute_policy_from_text(name: str, options: dict[str, str]) -> RecomputePolicy:

@@ -2,6 +2,7 @@
 """Checks that refuse, with a remedy, requests that a pipeline cannot run or would silently change."""
 
 from inspect import Parameter, signature
+from math import isfinite
 
 import diffusers
 from diffusers import DiffusionPipeline
@@ -17,7 +18,7 @@ from foveate.pipelines.request import (
     scale_argument,
 )
 
-__all__ = ["check_request", "check_size"]
+__all__ = ["check_request", "check_size", "token_grid"]
 
 MOST_TOKENS = 2**20
 NEEDS_IMAGE = ("ImageToVideo", "Edit")
@@ -38,12 +39,26 @@ def check_request(pipeline: DiffusionPipeline, request: Request) -> None:
         raise ValueError(f"{name} takes no {missing[0]}, which this command passes: generate with it from Python")
     _check_guidance(pipeline, request)
     _check_images(pipeline, request)
-    tokens = _check_size(pipeline, request.size) * _check_frames(pipeline, request)
+    token_grid(pipeline, request)
+
+
+def token_grid(pipeline: DiffusionPipeline, request: Request) -> tuple[int, int, int]:
+    """Frames, rows and columns of the tokens of a request; an image has one frame.
+
+    Raises:
+        ValueError: If the pipeline has no such size or number of frames, or there are more than 2^20 tokens.
+    """
+    multiple = _check_size(pipeline, request.size)
+    frames, (rows, columns) = _check_frames(pipeline, request), (side // multiple for side in request.size)
+    fewer = " or fewer frames" if makes_video(pipeline) else ""
+    _check_tokens(frames * rows * columns, request.size, fewer)
+    return frames, rows, columns
+
+
+def _check_tokens(tokens: int, size: tuple[int, int], fewer: str = "") -> None:
     if tokens > MOST_TOKENS:
-        fewer = " or fewer frames" if makes_video(pipeline) else ""
         raise ValueError(
-            f"{request.size[1]} x {request.size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: "
-            f"use a smaller size{fewer}"
+            f"{size[1]} x {size[0]} px are {tokens:,} tokens, more than {MOST_TOKENS:,}: use a smaller size{fewer}"
         )
 
 
@@ -51,6 +66,8 @@ def _check_guidance(pipeline: DiffusionPipeline, request: Request) -> None:
     known, scale = arguments(pipeline), scale_argument(pipeline, request)
     if request.negative is not None and "negative_prompt" not in known:
         raise ValueError(f"{type(pipeline).__name__} takes no negative prompt: leave the negative prompt out")
+    if request.guidance is not None and not isfinite(request.guidance):
+        raise ValueError(f"the guidance scale is {request.guidance}: give a number such as 4")
     if request.guidance is not None and scale is None:
         and_negative = ", or add a negative prompt" if "true_cfg_scale" in known else ""
         raise ValueError(
@@ -85,7 +102,7 @@ def check_size(model: str, size: tuple[int, int]) -> None:
     Models whose files do not tell, such as video models, are checked later, by `check_request`.
 
     Raises:
-        ValueError: If a side is not a multiple of the pixels of one token.
+        ValueError: If a side is not a multiple of the pixels of one token, or there are more than 2^20 tokens.
     """
     try:
         kind = config_file(model)["_class_name"]
@@ -103,16 +120,17 @@ def check_size(model: str, size: tuple[int, int]) -> None:
 
 
 def _check_size(pipeline: DiffusionPipeline, size: tuple[int, int]) -> int:
-    """Check width and height; returns the number of tokens of a frame."""
+    """Check width and height; returns the pixels of each side of a token."""
     multiple, buckets = pixels_per_token(pipeline), getattr(pipeline, "vae_image_processor", None)
     _check_sides(multiple, size)
     if buckets and (own := buckets.get_default_height_width(None, *size)) != size:  # JoyImage
         right, asked = (f"{width}x{height}" for height, width in (own, size))
         raise ValueError(f"{type(pipeline).__name__} generates {right} px, not {asked}: use {right}")
-    return size[0] * size[1] // multiple**2
+    return multiple
 
 
 def _check_sides(multiple: int, size: tuple[int, int]) -> None:
+    _check_tokens(size[0] * size[1] // multiple**2, size)  # a nearest size would be too large as well
     if any(side < multiple or side % multiple for side in size):
         nearest = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size[::-1])
         raise ValueError(

@@ -40,6 +40,8 @@ RECORDED = 2  # prompts whose dense steps are recorded
 STEPS = 6  # recorded steps, shared among these prompts
 GROUPS = 8  # groups of adjacent layers
 SLICES = 5  # parts of the run
+ROUNDS = 5  # most measurements of the recorded steps
+NOISE = 1.1  # factor within which the ratios of two halves of the measurements agree
 
 
 class Recorded(NamedTuple):
@@ -213,8 +215,9 @@ class Measurements:
 
         Returns:
             "steps" and "errors" (relative, of the prediction), "dense_s" and "step_s" (seconds of the fastest call),
-            "ratio" (step_s / dense_s), "grids" (of image tokens); or "why" alone, if the method stays dense or does
-            not fit the model.
+            "ratio" (step_s / dense_s), "ratios" (of two halves of the measurements), "grids" (of image tokens); or
+            "why" alone, if the method stays dense, does not fit the model, or the machine is too busy to tell, which
+            is measured again the next time.
         """
         return self._once(f"cost {method!r}", lambda: self._cost(method))
 
@@ -222,31 +225,40 @@ class Measurements:
         errors: list[float] = []
         seconds: list[tuple[float, float, float]] = []
         grids: list[Any] = []
-        advance = self.track(f"steps: {method.title}", len(self.recorded))
-        for recorded in self.recorded:
-            dense, _ = self._forward(recorded.calls)
-            try:
-                with apply(self.pipeline, throughout(method)) as run:
-                    (first, predictions), (again, _) = self._two_steps(run, recorded)
-                    layers = run.summary().layers
-                    grids = self._grids()
-            except ValueError as error:
-                return {"why": str(error)}
-            if all(layer.why for layer in layers):
-                return {"why": layers[0].why}
-            errors.append(mean(map(_relative, predictions, recorded.predictions)))
-            seconds.append((dense, first, again))
-            advance()
-        # every call does the same work: the fastest one was disturbed the least
-        dense, first, again = (min(times) for times in zip(*seconds, strict=True))
         shared = max(getattr(part, "weights_every", 0) for part in method.parts)
-        step = again + max(0.0, first - again) / shared if shared else again
+        ratios = [0.0, 0.0]
+        for _ in range(ROUNDS):
+            errors.clear()
+            advance = self.track(f"steps: {method.title}", len(self.recorded))
+            for recorded in self.recorded:
+                dense, _ = self._forward(recorded.calls)
+                try:
+                    with apply(self.pipeline, throughout(method)) as run:
+                        (first, predictions), (again, _) = self._two_steps(run, recorded)
+                        layers = run.summary().layers
+                        grids = self._grids()
+                except ValueError as error:
+                    return {"why": str(error)}
+                if all(layer.why for layer in layers):
+                    return {"why": layers[0].why}
+                errors.append(mean(map(_relative, predictions, recorded.predictions)))
+                seconds.append((dense, first, again))
+                advance()
+            halves = [_step_times(half, shared) for half in (seconds[::2], seconds[1::2] or seconds)]
+            ratios = sorted(step / dense for dense, step in halves)
+            if ratios[1] <= NOISE * ratios[0]:
+                break
+        else:
+            fast, slow = (f"{1 / ratio:.2f}x" for ratio in ratios)
+            return {"noisy": True, "why": f"{slow} to {fast} a step: the machine is too busy to tell, run tune again"}
+        dense, step = _step_times(seconds, shared)
         return {
             "steps": [recorded.step for recorded in self.recorded],
             "errors": errors,
             "dense_s": dense,
             "step_s": step,
             "ratio": step / dense,
+            "ratios": ratios,
             "grids": grids,
         }
 
@@ -358,9 +370,21 @@ class Measurements:
     def _once(self, name: str, measure: Callable[[], Any]) -> Any:
         """Result of a measurement, cached on disk."""
         if name not in self._known:
-            self._known[name] = measure()
+            measured = measure()
+            if isinstance(measured, dict) and measured.get("noisy"):
+                return measured
+            self._known[name] = measured
             write_whole(self._file, json.dumps(self._known, indent=1).encode())
         return self._known[name]
+
+
+def _step_times(seconds: Sequence[tuple[float, float, float]], shared: int) -> tuple[float, float]:
+    """Seconds of a dense step and of one with a method, from those of dense, first and second steps.
+
+    Every call does the same work: the fastest one was disturbed the least. `shared` steps have a plan in common.
+    """
+    dense, first, again = (min(times) for times in zip(*seconds, strict=True))
+    return dense, again + max(0.0, first - again) / shared if shared else again
 
 
 def _groups(layers: int) -> list[list[int]]:

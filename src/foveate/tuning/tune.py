@@ -500,7 +500,11 @@ class _Search:
 
 def _describe_cost(cost: dict[str, Any]) -> str:
     """Text for the cost of a method."""
-    return cost.get("why") or f"{1 / cost['ratio']:.2f}x a step, error of the prediction {mean(cost['errors']):.1%}"
+    if "why" in cost:
+        return cost["why"]
+    low, high = (1 / ratio for ratio in reversed(cost.get("ratios", [cost["ratio"]] * 2)))
+    spread = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+    return f"{1 / cost['ratio']:.2f}x a step{spread}, error of the prediction {mean(cost['errors']):.1%}"
 
 
 def _finite(number: float) -> float | None:

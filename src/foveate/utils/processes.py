@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-import torch
-import torch.distributed as dist
-
 from foveate.utils.files import write_whole
 
 if TYPE_CHECKING:  # accelerate is optional
@@ -34,6 +31,7 @@ def join(device: str = "auto") -> "PartialState":
     Raises:
         ValueError: If several processes are to share one device.
     """
+    import torch
     from accelerate import PartialState
 
     launched = "LOCAL_RANK" in os.environ
@@ -55,6 +53,10 @@ def rank_name() -> str:
 
 def leave() -> None:
     """Leave the process group and exit. No-op for a single process."""
+    if "torch" not in sys.modules:
+        return
+    import torch.distributed as dist
+
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -87,7 +87,9 @@ def test_a_wrong_context_is_not_timed(monkeypatch):
 
 
 def test_the_command_writes_json_and_refuses_bad_input(tmp_path):
-    sizes = "--tokens 50 --chunk 20 --prompt 5 --answer 2 --questions 1 --device cpu --commit abc"
+    sizes = (
+        "--context-tokens 50 --chunk 20 --question-tokens 5 --max-new-tokens 2 --questions 1 --device cpu --commit abc"
+    )
     given = ["bench", "context", *sizes.split(), "--out", str(tmp_path), "--concurrent"]
     done = CliRunner().invoke(app, [*given, "1"])
     assert done.exit_code == 0, done.output

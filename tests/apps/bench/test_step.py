@@ -207,7 +207,7 @@ def test_a_unet_is_timed_with_guidance():
 
 def test_any_pipeline_may_be_timed_with_its_own_inputs(tmp_path):
     tiny.pipeline().save_pretrained(tmp_path / "mine")
-    result, output = run("--model", tmp_path / "mine", "--sides", 16, "--method", "hilberta:tiles=4", "--rounds", 1,
+    result, output = run("--model", tmp_path / "mine", "--size", 64, "--method", "hilberta:tiles=4", "--rounds", 1,
                          "--out", tmp_path)  # fmt: skip
     assert result.exit_code == 0, output
     written = json.loads((tmp_path / "step-mine-eager-cpu.json").read_text())
@@ -271,7 +271,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch, error, shown):
 
 def test_what_cannot_run_is_skipped_and_named_and_the_rest_is_timed(tmp_path):
     options = ["--method", "hilberta:tiles=4", "--method", "hilberta:tiles=64", "--out", tmp_path]
-    result, output = run("--sides", 16, "--text", 8, "--rounds", 1, *options)
+    result, output = run("--size", 64, "--text-tokens", 8, "--rounds", 1, *options)
     assert result.exit_code == 0, output
     assert "skipped: tiles need 32 tokens or more: 256 image tokens cannot make 64 tiles" in output
     written = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())
@@ -282,7 +282,9 @@ def test_what_cannot_run_is_skipped_and_named_and_the_rest_is_timed(tmp_path):
 def test_the_command_writes_json_and_prints_a_table(tmp_path):
     methods = "todo", "toma:dst_every=20,weights_every=10,merge_reference=True"
     options = [text for method in methods for text in ("--method", method)]
-    result, output = run("--sides", 16, "--text", 8, "--rounds", 1, *options, "--out", tmp_path, "--commit", "abc")
+    result, output = run(
+        "--size", 64, "--text-tokens", 8, "--rounds", 1, *options, "--out", tmp_path, "--commit", "abc"
+    )
     assert result.exit_code == 0, output
     written = json.loads((tmp_path / "step-built-in-eager-cpu.json").read_text())
     assert written["versions"]["commit"] == "abc"
@@ -303,12 +305,15 @@ def test_the_command_writes_json_and_prints_a_table(tmp_path):
         (["--model", "./nowhere", "--method", "toma"], "cannot load ./nowhere"),
         (["--model", "me/mine"], "name the methods to time on me/mine"),
         (["--method", "toma:keep=1.0"], "ToMA keep=1 stays dense at 64 x 64 tokens: keep=1.0 is the dense model"),
-        (["--sides", "16", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
-        (["--sides", "64;128"], "'64;128' is no grid of tokens: write it as 64, 45x80 or 21x45x80"),
+        (["--size", "64", "--method", "hilberta"], "HilbertA T=auto stays dense at 16 x 16 tokens: 16 x 16 image"),
+        (["--size", "64;128"], "cannot read the size '64;128'"),
+        (["--size", "66"], "66 x 66 px does not fit: this model packs 4 x 4 px into a token"),
+        (["--size", "64", "--frames", "5"], "FluxPipeline generates images: leave frames and fps out"),
+        (["--method", "dense"], "dense is always timed: name a method to compare it with"),
         (["--method", "hilberta+llsa"], "choose one method of sparse attention, one of token merging, or both"),
     ],
 )
 def test_a_step_that_cannot_be_timed_is_one_clear_line(options, message):
-    result, output = run("--text", 8, *options)
+    result, output = run("--text-tokens", 8, *options)
     assert result.exit_code == 2
     assert message in output

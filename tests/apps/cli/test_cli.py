@@ -87,7 +87,8 @@ def test_generate_draws_many_prompts_and_seeds_and_resumes(folder, tmp_path):
 def test_what_generate_is_to_draw_and_where_must_be_clear(folder, tmp_path):
     assert "give a prompt" in fails("generate")
     (tmp_path / "prompts.txt").write_text("\n")
-    assert "give a prompt" in fails("generate", "a cat", "--prompts", "prompts.txt")
+    both = fails("generate", "a cat", "--prompts", "prompts.txt")
+    assert "a prompt, 'a cat', and --prompts prompts.txt are given: leave one of them out" in both
     assert "holds no prompts" in fails("generate", "--prompts", "prompts.txt")
     assert "cannot read the prompts" in fails("generate", "--prompts", "none.txt")
     assert "names the folder" in fails("generate", "a cat", "--seeds", 2, "--out", "a.png")
@@ -163,7 +164,7 @@ def test_options_that_a_pipeline_does_not_take_are_refused(folder, wan, tmp_path
     ):
         assert message in fails("generate", "a cat", "--model", model, "--size", "64x64", "--device", "cpu", *options)
     assert "the recogniser knows images, and WanPipeline makes videos" in fails(
-        "eval", "--model", wan, "--size", 32, "--steps", 1, "--prompts", 2
+        "eval", "--model", wan, "--size", 32, "--steps", 1, "--captions", 2
     )
     assert not list(tmp_path.glob("*.*"))
 
@@ -182,9 +183,9 @@ def test_log_linear_attention_is_a_method_like_any_other(tmp_path):
     options = "--model", "wide", *SMALL
     output = succeeds("generate", "a cat", *options, "--method", "llsa:top_k=4,enrich=false,min_tokens=0")
     assert "LLSA K=4 enrich=False" in output
-    output = succeeds("eval", *options, "--prompts", 2, "--method", "llsa:top_k=4,min_tokens=0", "--out", "eval")
+    output = succeeds("eval", *options, "--captions", 2, "--method", "llsa:top_k=4,min_tokens=0", "--out", "eval")
     assert json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"][2]["flop_bound"] > 1
-    output = fails("eval", *options, "--prompts", 2, "--method", "llsa", "--out", "eval")
+    output = fails("eval", *options, "--captions", 2, "--method", "llsa", "--out", "eval")
     assert "fewer than min_tokens=1024: LLSA K=8 would only repeat dense" in output
     output = fails("generate", "a cat", "--method", "llsa:block_size=8")
     assert "block_size must be one of 16, 32, 64, not 8" in output
@@ -197,6 +198,7 @@ def test_compare_makes_one_page_with_every_picture_and_names_what_it_left_out(fo
         "hilberta-t-4-start-percent-0-2.png",
         "index.html",
         "llsa-k-8-start-percent-0-2.png",
+        "settings.json",
         "toma-keep-0-25-start-percent-0-2.png",
         "toma-keep-0-5-start-percent-0-2.png",
     ]
@@ -366,7 +368,9 @@ def test_distill_checks_its_options_before_a_model_is_loaded(monkeypatch, option
 
 def test_compare_takes_methods_and_prints_its_progress_into_a_log(folder, tmp_path):
     output = succeeds("compare", "a cat", "--model", folder, *SMALL, "--method", "hilberta:tiles=2", "--rounds", 1)
-    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"dense.png", "hilberta-t-2.png", "index.html"}
+    assert {path.name for path in (tmp_path / "compare").iterdir()} == {
+        *("dense.png", "hilberta-t-2.png", "index.html", "settings.json")
+    }
     for line in ("dense: 0 of 2", "dense: 2 of 2", "HilbertA T=2: 2 of 2", "timing: 2 of 2"):
         assert line in output
 
@@ -393,7 +397,7 @@ def test_eval_does_not_judge_what_its_recogniser_does_not_know(tmp_path):
     other.tokenizer_2.add_tokens(["lighthouse"])
     other.text_encoder_2.resize_token_embeddings(len(other.tokenizer_2))
     other.save_pretrained("other")
-    output = succeeds("eval", "--model", "other", *SMALL, "--prompts", 2, "--method", "hilberta:tiles=2")
+    output = succeeds("eval", "--model", "other", *SMALL, "--captions", 2, "--method", "hilberta:tiles=2")
     assert "cannot judge this model: only distances to the dense images are reported" in output
     assert "PSNR" in output
     for word in ("objects", "Fréchet", "real"):
@@ -421,7 +425,7 @@ def test_info_names_versions_devices_and_backends():
 
 
 def test_eval_scores_pictures_and_resumes(folder, tmp_path):
-    command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--prompts", 3]
+    command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--captions", 3]
     output = succeeds(*command)
     for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
         assert word in output
@@ -495,7 +499,7 @@ def test_compare_and_eval_show_the_distilled_method_beside_the_others(folder, lo
         "dense", "hilberta-t-4", "toma-keep-0-5", "toma-keep-0-25", "llsa-k-8", SLUG, f"{SLUG}-distilled"
     }  # fmt: skip
     assert (pixels(f"out/{SLUG}.png") != pixels(f"out/{SLUG}-distilled.png")).any()
-    output = succeeds("eval", "--model", folder, *SMALL, "--prompts", 2, "--lora", lora)
+    output = succeeds("eval", "--model", folder, *SMALL, "--captions", 2, "--lora", lora)
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
     assert [score["label"] for score in scores] == ["real", "dense", TITLE, f"{TITLE}, distilled"]
     for arguments in (["compare", "a cat"], ["eval"], ["generate", "a cat"]):
@@ -618,9 +622,9 @@ def one_sample(monkeypatch):
 @pytest.mark.usefixtures("one_sample")
 @pytest.mark.slow
 def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
-    output = succeeds("train", "--sizes", "16:1:2,32:1", "--batch", 2, *TRAIN)
+    output = succeeds("train", "--size", "16,32", "--steps", 1, "--batch", 2, *TRAIN)
     assert "done" in output
-    output = succeeds("train", "--sizes", "16:1:2,32:2:2", "--minutes", 0, *TRAIN)
+    output = succeeds("train", "--size", "16,32", "--steps", "1,2", "--batch", 2, "--minutes", 0, *TRAIN)
     assert "done" in output  # its last step was made in time
     assert len((tmp_path / "trained" / "log.csv").read_text().splitlines()) == 3
     output = succeeds("generate", "a cat", "--model", "trained", "--steps", 2, "--device", "cpu", "--out", "cat.png")
@@ -642,17 +646,17 @@ def test_train_leaves_a_folder_that_generate_draws_with(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_sample")
 def test_train_starts_from_the_weights_of_another_run(tmp_path):
-    succeeds("train", "--sizes", "16:1:1", *TRAIN)
+    succeeds("train", "--size", 16, "--steps", 1, "--batch", 1, *TRAIN)
     again = ["--seed", 1, "--rate", 1e-9, "--start", "trained", "--out", "again"]
-    succeeds("train", "--sizes", "32:1:1", *TRAIN, *again)
+    succeeds("train", "--size", 32, "--steps", 1, "--batch", 1, *TRAIN, *again)
     before, after = (PixelPipeline.from_pretrained(name).transformer.state_dict() for name in ("trained", "again"))
     torch.testing.assert_close(after, before)
     again[-1] = "others"
-    output = fails("train", "--sizes", "32:1:1", *TRAIN, "--patch", 8, *again)
+    output = fails("train", "--size", 32, "--steps", 1, "--batch", 1, *TRAIN, "--patch", 8, *again)
     assert "--start trained does not fit: give the --dit and --patch" in output
     weights = tmp_path / "trained/transformer/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    output = fails("train", "--sizes", "32:1:1", *TRAIN, *again)
+    output = fails("train", "--size", 32, "--steps", 1, "--batch", 1, *TRAIN, *again)
     assert "cannot load trained" in output
     assert not (tmp_path / "others").exists()
 
@@ -661,7 +665,7 @@ def test_train_starts_from_the_weights_of_another_run(tmp_path):
 def test_train_learns_from_a_folder_with_or_without_captions(tmp_path):
     (tmp_path / "mine").mkdir()
     Image.effect_noise((40, 40), 50).save(tmp_path / "mine" / "one.png")
-    options = ["--data", "mine", "--sizes", "32x16:1:1", *TRAIN]
+    options = ["--data", "mine", "--size", "32x16", "--steps", 1, "--batch", 1, *TRAIN]
     succeeds("train", *options, "--attention", "dense", "--out", "bare")
     assert PixelPipeline.from_pretrained("bare").transformer.config.attention == "dense"
     succeeds("generate", "", "--model", "bare", "--steps", 1, "--device", "cpu", "--out", "a.png")
@@ -677,7 +681,7 @@ BAD_INPUT = {
     "generate": [
         (["--method", "hilbert"], "unknown method 'hilbert' (did you mean hilberta?): choose one of"),
         (["--method", "hilberta", "-o", "tile=3"], "HilbertA has no option 'tile' (did you mean tiles?)"),
-        (["--method", "hilberta", "-o", "centre"], "option centre has no value: write -o centre=VALUE"),
+        (["--method", "hilberta", "-o", "centre"], "option centre has no value: write centre=VALUE"),
         (["--method", "hilberta", "--tiles", "-2"], "not -2"),
         (["--method", "hilberta", "--tiles", "9"], "use tiles<=8"),
         (["--tiles", "4"], "dense takes no options (tiles)"),
@@ -705,14 +709,14 @@ BAD_INPUT = {
         (["--method", "hilberta:tile=3"], "HilbertA has no option 'tile'"),
         (["--method", "hilberta:tiles=9"], "use tiles<=8"),
         (["--size", "64x32"], "knows square images, not 64 x 32 px"),
-        (["--prompts", "1"], "--prompts"),
+        (["--captions", "1"], "--captions"),
     ],
     "distill": [
         ([], "name prompts with --prompts FILE"),
         (["--prompts", "empty.txt"], "empty.txt holds no prompts: write one a line"),
         (["--prompts", "nowhere.txt"], "cannot read the prompts nowhere.txt: name a text file"),
         (["--images", "."], "holds no images"),
-        (["--prompts", "one.txt", "--method", "dense"], "unknown method 'dense'"),
+        (["--prompts", "one.txt", "--method", "hilberta+toma"], "write all options into --method"),
         (["--prompts", "one.txt", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (["--prompts", "one.txt", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
         (["--prompts", "one.txt", "--tiles", 9], "use tiles<=8"),
@@ -723,15 +727,19 @@ BAD_INPUT = {
         (["--prompts", "one.txt", "--guidance", 3], "takes no guidance scale"),
     ],
     "train": [
-        (["--sizes", "64"], "cannot read the stage '64': write SIZE:STEPS or SIZE:STEPS:BATCH"),
-        (["--sizes", "64:0"], "cannot read the stage '64:0'"),
-        (["--sizes", "big:5"], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
-        (["--sizes", "18:1"], "patches of 4 px do not fill 18 x 18 px"),
-        (["--sizes", "32x16:1"], "scenes are square: use 16 or 32 for 32 x 16 px"),
+        (
+            ["--size", "64,32", "--steps", "1,2,3"],
+            "--steps 1,2,3 has 3 numbers for 2 sizes: give one, or one for each",
+        ),
+        (["--steps", "0"], "--steps 0 has a number below 1"),
+        (["--batch", "many"], "'many' is no list of whole numbers"),
+        (["--size", "big", "--steps", 5], "cannot read the size 'big': write 1024, or WIDTHxHEIGHT"),
+        (["--size", "18", "--steps", 1], "patches of 4 px do not fill 18 x 18 px"),
+        (["--size", "32x16", "--steps", 1], "scenes are square: use 16 or 32 for 32 x 16 px"),
         (["--dit", "DiT-XXL"], "unknown size 'DiT-XXL' of the model: choose DiT-T, DiT-XS, DiT-S, DiT-B"),
         (["--attention", "sparse"], "unknown attention 'sparse'"),
         (["--block-size", 8], "block_size must be one of 16, 32, 64, not 8"),
-        (["--order", "peano"], "unknown order 'peano'"),
+        (["--curve", "peano"], "unknown order 'peano'"),
         (["--rate", 0], "the learning rate must be above 0"),
         (["--dtype", "float16"], "unknown dtype 'float16'"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES says which GPUs"),
@@ -758,9 +766,9 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
     monkeypatch.setitem(sys.modules, "datasets", None)
     usual = {
         "generate": ["a cat", "--model", folder, *SMALL],
-        "eval": ["--model", folder, *SMALL, "--prompts", 2],
+        "eval": ["--model", folder, *SMALL, "--captions", 2],
         "distill": ["--model", folder, "--steps", 1, *DISTIL],
-        "train": ["--sizes", "16:1:1", *TRAIN],
+        "train": ["--size", 16, "--steps", 1, "--batch", 1, *TRAIN],
     }
     name, _, with_lora = command.partition(" with ")
     lora = ["--lora", request.getfixturevalue("lora")] if with_lora else []
@@ -797,7 +805,7 @@ def test_help_names_the_extra_to_install(command):
         pytest.param("transformers", "transformers", "rag . anything", marks=pytest.mark.slow),
         ("gradio", "ui", "ui"),
         pytest.param("tokenizers", "transformers", "demo texts", marks=pytest.mark.slow),
-        pytest.param("accelerate", "diffusers,train", "train --sizes 16:1", marks=pytest.mark.slow),
+        pytest.param("accelerate", "diffusers,train", "train --size 16 --steps 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(missing, extra, command):

@@ -121,7 +121,7 @@ ICL = {
     "--text": ("text", "text", "label", *WORDS),
     "--label": ("label", "label", "text", "none", ""),
     "--blocks": ("4", *NUMBERS),
-    "--size": ("4", *NUMBERS),
+    "--block-size": ("4", *NUMBERS),
     "--strategy": ("global_diverse", "local_diverse", "local_coherent", "x"),
     "--order": ("picked", "central_last", ""),
     "--balance": ("proportional", "equal", "other"),
@@ -129,9 +129,9 @@ ICL = {
     "--embeddings": ("pool.npy", "nothing.npy", "pool.csv"),
     "--out": ("b.jsonl", "new/b.jsonl", "pool.csv", "a.txt"),
     "--template": ("{text} {label}", "{text}: {label} ", "{label}{text}", *WORDS),
-    "--host": ("concatenate", "parallel_windows", "all"),
+    "--combine": ("concatenate", "parallel_windows", "all"),
     "--mix": ("poe", "max", ""),
-    "--tokens": NUMBERS,
+    "--max-new-tokens": NUMBERS,
 }
 
 
@@ -152,7 +152,7 @@ def icl(draw, folder):
     (folder / pool).write_bytes(content)
     (folder / "pool.npy").write_bytes(draw.choice(ARRAYS))
     asked = ["--ask", text(draw)] if draw.random() < 0.7 else []
-    usual = ["--blocks", "2", "--size", "1", "--label", "label", *asked]
+    usual = ["--blocks", "2", "--block-size", "1", "--label", "label", *asked]
     return ["icl", draw.choice([pool] * 19 + ["none.csv"]), *usual, *options(draw, ICL)], b""
 
 

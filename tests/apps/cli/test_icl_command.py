@@ -41,7 +41,7 @@ def blocks(path="blocks.jsonl"):
 
 @pytest.mark.parametrize("strategy", ["global_local", "local_coherent"])
 def test_blocks_are_those_of_the_library_and_carry_their_examples(strategy):
-    result = run("--blocks", 4, "--size", 3, "--strategy", strategy, "--embeddings", "pool.npy")
+    result = run("--blocks", 4, "--block-size", 3, "--strategy", strategy, "--embeddings", "pool.npy")
     assert result.exit_code == 0, result.output
     want = SubCP(blocks=4, block_size=3, strategy=strategy).partition(np.load("pool.npy")).ids
     assert [line["ids"] for line in blocks()] == want
@@ -66,7 +66,9 @@ def test_a_model_that_cannot_read_blocks_is_refused_before_anything_is_loaded_or
 
 
 def test_without_embeddings_the_text_is_hashed_and_labels_are_balanced():
-    result = run("--blocks", 3, "--size", 0, "--label", "label", "--balance", "proportional", "--out", "out/all.jsonl")
+    result = run(
+        "--blocks", 3, "--block-size", 0, "--label", "label", "--balance", "proportional", "--out", "out/all.jsonl"
+    )
     assert result.exit_code == 0, result.output
     labels = [str(row["label"]) for row in ROWS]
     sub = SubCP(blocks=3, block_size=None, balance="proportional")
@@ -114,13 +116,13 @@ def test_bad_examples_are_skipped_and_listed_and_ids_are_those_of_the_file(given
 
 
 def test_blocks_of_the_same_embeddings_and_settings_are_reused():
-    small = ["--blocks", 4, "--size", 3]
+    small = ["--blocks", 4, "--block-size", 3]
     run(*small)
     made = blocks()
     assert "holds the blocks of these" in run(*small).output
     assert blocks() == made
     for other in (
-        ["--blocks", 4, "--size", 2],
+        ["--blocks", 4, "--block-size", 2],
         [*small, "--embeddings", "pool.npy"],
         [*small, "--order", "central_last"],
     ):
@@ -162,7 +164,8 @@ def words():
 
 @pytest.mark.parametrize("host", get_args(Host))
 def test_a_host_answers_a_question_from_the_blocks(model, words, host):
-    asked = ["--blocks", 3, "--size", 2, "--label", "label", "--ask", "w3 w1", "--model", model, "--host", host]
+    asked = ["--blocks", 3, "--block-size", 2, "--label", "label", "--ask", "w3 w1", "--model", model]
+    asked += ["--combine", host]
     result = run(*asked, "--mix", "poe")
     assert result.exit_code == 0, result.output
     sub = SubCP(blocks=3, block_size=2)
@@ -174,13 +177,13 @@ def test_a_host_answers_a_question_from_the_blocks(model, words, host):
     want = reader.probabilities("text: w3 w1\nlabel:", [" w20", " w21", " w22"], weights, "poe")
     for probability in want.tolist():
         assert f"{probability:.3f}" in result.output
-    written = run(*asked, "--mix", "poe", "--tokens", 3)
+    written = run(*asked, "--mix", "poe", "--max-new-tokens", 3)
     assert reader.generate("text: w3 w1\nlabel:", 3, weights, "poe") in written.output
 
 
 def test_with_a_file_of_embeddings_all_blocks_weigh_the_same(model, words):
     np.save("few.npy", np.random.default_rng(0).normal(size=(24, 6)))
-    result = run("--size", 2, "--label", "label", "--embeddings", "few.npy", "--ask", "w3", "--model", model)
+    result = run("--block-size", 2, "--label", "label", "--embeddings", "few.npy", "--ask", "w3", "--model", model)
     assert result.exit_code == 0, result.output
     assert "all blocks weigh the same" in result.output
 
@@ -190,7 +193,9 @@ def test_the_output_must_be_another_jsonl_file(out, tmp_path):
     (tmp_path / "link.jsonl").symlink_to("pool.jsonl")
     (tmp_path / "a.jsonl").mkdir()
     before = sorted(tmp_path.iterdir())
-    result = run("--blocks", 2, "--size", 2, "--out", out, "--text", "none")  # which would fail at the first work
+    result = run(
+        "--blocks", 2, "--block-size", 2, "--out", out, "--text", "none"
+    )  # which would fail at the first work
     assert result.exit_code == 2
     assert f"--out must name a file of blocks, not {Path(out)}" in " ".join(result.output.split())
     assert [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()] == ROWS
@@ -208,7 +213,7 @@ def test_the_output_must_be_another_jsonl_file(out, tmp_path):
         (["--balance", "equal"], "--balance needs --label"),
         (["--max-similarity", 2], "must be a cosine between 0 and 1, not 2.0"),
         (["--ask", "good"], "--ask needs --label"),
-        (["--host", "all"], "'all' is not one of 'concatenate', 'ensemble', 'parallel_windows'"),
+        (["--combine", "all"], "'all' is not one of 'concatenate', 'ensemble', 'parallel_windows'"),
         (["--mix", "mean"], "'mean' is not one of 'moe', 'poe', 'max'"),
         (["--ask", "good", "--label", "label", "--model", "nowhere"], "cannot load nowhere"),
         (["--ask", " ", "--label", "label"], "--ask ' ' has no words"),

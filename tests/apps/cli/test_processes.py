@@ -121,7 +121,7 @@ def test_a_process_that_fails_says_which_it_is_and_what_it_drew(folder):
 
 
 def test_processes_divide_an_evaluation(folder):
-    command = "eval", "--method", "hilberta:tiles=4", "--prompts", 3, *SMALL
+    command = "eval", "--method", "hilberta:tiles=4", "--captions", 3, *SMALL
     alone(*command, "--out", "eval-1")
     done = succeeds(TORCHRUN, 2, *command, "--out", "eval-2")
     assert done.stdout.count("scores.json") == 1

@@ -79,7 +79,7 @@ def test_commands_answer_the_examples_and_warn_about_unknown_words(tmp_path, mon
     assert "does not know" not in said
     assert "does not know the words keeper" in run("rag", "texts/facts", "Ada keeps a keeper?")
     shown, label = next(iter(inputs.items()))
-    options = "--label", "label", "--blocks", "4", "--size", "6", "--tokens", "2"
+    options = "--label", "label", "--blocks", "4", "--block-size", "6", "--max-new-tokens", "2"
     assert run("icl", "texts/examples.csv", *options, "--ask", shown).endswith(f"{shown} {label}")
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from foveate import InfoFlowKV
+from foveate.apps.cli.common import free_port
 from foveate.apps.demo.examples import write_examples
 from foveate.apps.serve import batch
 from foveate.apps.serve.answerer import Answerer
 from foveate.apps.serve.batch import _Sample
 from foveate.apps.serve.chat import local_chat_app
 from foveate.apps.serve.completion import Completion, Message
-from foveate.apps.serve.http import free_port
 from foveate.apps.serve.question_queue import PendingQuestion
 from foveate.apps.serve.server import Server
 from foveate.transformers import ChunkEncoder

@@ -8,8 +8,9 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, Field
 
+from foveate.apps.cli.common import free_port
 from foveate.apps.serve import http
-from foveate.apps.serve.http import api_key, create_app, free_port, overloaded, until_gone
+from foveate.apps.serve.http import api_key, create_app, overloaded, until_gone
 
 KEY = {"Authorization": "Bearer secret"}
 

@@ -17,12 +17,12 @@ from fastapi import HTTPException
 from ray import cloudpickle
 from services import replicas, started
 
+from foveate.apps.cli.common import free_port
 from foveate.apps.demo.examples import write_examples
 from foveate.apps.serve.answerer import Answerer
 from foveate.apps.serve.chat import chat_app
 from foveate.apps.serve.chat_replicas import ChatFront, ChatReplica
 from foveate.apps.serve.completion import Completion
-from foveate.apps.serve.http import free_port
 from foveate.apps.serve.replicas import running
 from foveate.apps.serve.server import Server
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import httpx
 
+from foveate.apps.cli.common import free_port
 from foveate.apps.serve import server
-from foveate.apps.serve.http import free_port
 
 
 async def hello(scope, receive, send):

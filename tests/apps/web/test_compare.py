@@ -65,16 +65,33 @@ def test_a_notebook_shows_every_picture_with_its_verdict(pipe, tmp_path):
     assert "identical to dense" in row
 
 
-def test_a_folder_holds_the_pictures_of_one_run_and_what_the_user_put_there(pipe, tmp_path):
+def test_a_folder_keeps_what_lay_there_and_takes_one_request(pipe, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
     comparison(pipe, REQUEST, [HilbertA(tiles=4), ToMA(keep=0.25, tile=(2, 2))], tmp_path, settings={}, rounds=1)
-    assert len(names(tmp_path)) == 3 + 2
-    comparison(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
-    assert names(tmp_path) == {"mine.png", "broken.png", "dense.png", "hilberta-t-2.png"}
-    for name in ("dense.png", "hilberta-t-2.png"):
-        with Image.open(tmp_path / name) as picture:
-            assert picture.size == (48, 48)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 2 + 3 + 2
+    with pytest.raises(ValueError, match="holds results of request="):
+        comparison(pipe, REQUEST._replace(size=(48, 48)), [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    comparison(pipe, REQUEST, [HilbertA(tiles=2)], tmp_path, settings={}, rounds=1)
+    assert len(names(tmp_path)) == 2 + 4
+
+
+@pytest.mark.parametrize("name", ["index.html", "dense.png", "settings.json"])
+def test_files_of_others_are_never_overwritten(pipe, tmp_path, name):
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(ValueError, match="name another folder"):
+        comparison(pipe, REQUEST, [HilbertA(tiles=4)], tmp_path, settings={}, rounds=1)
+    assert (tmp_path / name).read_text() == "[]"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_method_whose_file_is_taken_is_left_out(pipe, tmp_path):
+    (tmp_path / "hilberta-t-4.png").write_text("mine")
+    comparison(pipe, REQUEST, [HilbertA(tiles=4)], tmp_path, settings={}, rounds=1)
+    assert (tmp_path / "hilberta-t-4.png").read_text() == "mine"
+    assert "hilberta-t-4.png would be overwritten" in (tmp_path / PAGE).read_text()
 
 
 def test_pictures_that_are_there_are_not_drawn_again(pipe, tmp_path, monkeypatch):
@@ -89,9 +106,9 @@ def test_pictures_that_are_there_are_not_drawn_again(pipe, tmp_path, monkeypatch
     assert len(drawn) == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert page.count("<article") == 3
-    comparison(pipe, REQUEST, methods[:1], tmp_path, settings={"prompt": "a dog"}, rounds=1)
+    monkeypatch.setattr(module, "versions", lambda: {"commit": "another"})
+    comparison(pipe, REQUEST, methods[:1], tmp_path, **said)
     assert len(drawn) == 1 + 2
-    assert names(tmp_path) == {"dense.png", "hilberta-t-4.png"}
 
 
 def test_the_page_is_there_as_soon_as_the_first_picture_is(pipe, tmp_path, monkeypatch):
@@ -151,9 +168,8 @@ def test_a_video_is_on_the_page_and_beside_it_and_is_not_drawn_again(tmp_path, m
     assert again.variants[1].psnr == pytest.approx(_video_psnr(frames, again.variants[0].frames))
     monkeypatch.undo()
     methods = []
-    (tmp_path / "mine.mp4").write_bytes(b"")
-    comparison(pipe, request._replace(frames=1), methods, tmp_path, settings={}, rounds=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"index.html", "dense.png", "mine.mp4"}
+    comparison(pipe, request._replace(frames=1), methods, tmp_path / "one", settings={}, rounds=1)
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {"index.html", "dense.png", "settings.json"}
 
 
 def test_the_psnr_of_a_video_is_that_of_all_its_pixels():

@@ -1,5 +1,6 @@
 """Laws of the studio, without its page: its images are the library's, it keeps what is done, and stops when told."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,24 @@ from PIL import Image
 from tiny_lm import DOCUMENTS, language_model, tokenizer
 
 from foveate.apps.cli import ui
-from foveate.apps.web.studio import Cancelled, Form, QuestionForm, Studio, Tab, option_help, recommended, scores
+from foveate.apps.web.studio import (
+    Cancelled,
+    FieldError,
+    Form,
+    QuestionForm,
+    Studio,
+    Tab,
+    options_of,
+    options_text,
+    presets,
+    recommended,
+    scores,
+)
 from foveate.apps.web.studio_page import file_of
-from foveate.methods import METHODS, ToMA, method_from_text
-from foveate.pipelines.request import draw
+from foveate.diffusers.preset import Preset, describe
+from foveate.methods import METHODS, HilbertA, ToMA, method_from_text, options_in
+from foveate.pipelines.lora import Distilled
+from foveate.pipelines.request import denoiser, draw
 from foveate.tuning.similarity import psnr, ssim
 
 FORM = Form("a red apple", "toma", "keep=0.5", "tiny", "", "64", "2")
@@ -34,6 +49,18 @@ def studio(pipe, tmp_path):
 
     shared = ui.commands("cpu", "float32")
     return Studio(shared._replace(open_model=open_model, open_reader=open_reader), tmp_path / "studio")
+
+
+@pytest.fixture
+def built_in(monkeypatch, pipe, studio):
+    """A studio whose LoRA "built-in" is for HilbertA at 48 px."""
+    made = Distilled(HilbertA(tiles=2, start_percent=0.5), (48, 48))
+
+    def open_model(name, lora):
+        return pipe, made if lora else None
+
+    monkeypatch.setattr(studio, "commands", studio.commands._replace(open_model=open_model, lora=lambda name: made))
+    return studio
 
 
 def drawn(studio, tab, form):
@@ -198,10 +225,84 @@ def test_a_method_that_stays_dense_says_why(studio):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_option_is_explained_and_the_recommended_ones_are_the_first_of_compare(name):
-    assert all(text for _, _, text in option_help(name))
+    assert all(option.help for option in options_of(name))
     options = dict(pair.split("=") for pair in recommended(name).split(", ")) if recommended(name) else {}
     for shown in METHODS[name].showcase()[:1]:
         assert method_from_text(name, options) == shown
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_fields_of_a_method_are_those_of_its_dataclass_and_their_defaults_are_no_text(name):
+    options = options_of(name)
+    assert {option.name for option in options} == {field.name for field in fields(METHODS[name])}
+    assert options_text(options, tuple(option.default for option in options)) == ""
+    first = options_in(recommended(name))
+    assert {option.name for option in options[: len(first)]} == first.keys()
+    assert options_text(options, tuple(first.get(option.name, option.default) for option in options)) in (
+        recommended(name), "",
+    )  # fmt: skip
+    kinds = {option.name: option.kind for option in options}
+    assert kinds["start_percent"] == "number"
+    assert kinds["min_tokens"] == "whole"
+
+
+def test_fields_have_the_kind_of_their_type():
+    kinds = {option.name: (option.kind, option.choices) for name in METHODS for option in options_of(name)}
+    assert kinds["slide"] == ("choice", ("auto", "curve", "diagonal"))
+    assert kinds["merge_reference"] == ("switch", ())
+    assert kinds["tiles"] == ("text", ("auto",))
+    assert kinds["merge_mlp"] == ("choice", ("none", "true", "false"))
+    assert kinds["tile"] == ("text", ())
+
+
+def test_a_lora_brings_its_method_and_size_and_leaves_layers_and_steps_to_choose(built_in):
+    name, made = built_in.distilled("built-in")
+    assert name == "hilberta"
+    options = options_of(name, made)
+    assert {option.name for option in options} == {"dense_layers", "start_percent", "end_percent", "min_tokens"}
+    assert {option.name: option.default for option in options}["start_percent"] == 0.5
+    form = FORM._replace(lora="built-in", method=name, options="", size="")
+    assert "loaded when you generate" in built_in.check(form)
+    entry = drawn(built_in, Tab(), form)
+    assert entry.variant.label.startswith("HilbertA T=2")
+    assert entry.request.size == (48, 48)
+    with pytest.raises(FieldError) as raised:
+        built_in.check(form._replace(options="keep=0.5"))
+    assert raised.value.field == "options"
+    assert built_in.distilled("") == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"method": "tomma"}, "options"),
+        ({"options": "keep=2"}, "options"),
+        ({"size": "65"}, "settings"),
+        ({"steps": "0"}, "settings"),
+        ({"model": "nothing"}, "settings"),
+    ],
+)
+def test_an_error_names_its_field(studio, change, field):
+    studio.open("tiny", "")
+    with pytest.raises(FieldError) as raised:
+        next(studio.draw(Tab(), FORM._replace(**change)))
+    assert raised.value.field == field
+
+
+def test_presets_are_listed_and_bring_size_and_steps(studio, pipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "measured.json").write_text("{}")
+    models = [describe(denoiser(pipe))]
+    preset = Preset(methods=(HilbertA(tiles=2),), models=models, size=(48, 64), evidence={"steps": 3})
+    preset.save("tuned/ssim-0.9.json")
+    assert presets()[-1] == "tuned/ssim-0.9.json"
+    assert "built-in-128px-ssim-0.9" in presets()
+    form = FORM._replace(method="tuned/ssim-0.9.json", options="", size="", steps="")
+    entry = drawn(studio, Tab(), form)
+    assert (entry.request.size, entry.request.steps) == ((48, 64), 3)
+    assert "measured at 3 steps, not at 2" in studio.check(form._replace(steps="2"))
 
 
 @pytest.mark.slow

@@ -73,6 +73,15 @@ def field(tab, name):
     return tab.get_by_label(name)
 
 
+def option(tab, name):
+    return tab.get_by_label(re.compile(f"^{name}"))
+
+
+def choose(tab, name, value):
+    tab.get_by_label(re.compile(f"^{name}")).click()
+    tab.get_by_role("option", name=value, exact=True).click()
+
+
 def says(tab, text):
     tab.locator("#said", has_text=text).wait_for()
 
@@ -118,8 +127,10 @@ def test_cancel_stops_and_the_next_drawing_works(window, address):
     tab = opened(window, address, steps="1000", size="256")  # minutes, so that Cancel is clicked in time
     tab.get_by_role("button", name="Generate", exact=True).click()
     tab.get_by_text(re.compile(r"\d+/1000 steps")).first.wait_for()
+    says(tab, "Generating")
     tab.get_by_role("button", name="Cancel").first.click()
     says(tab, "Cancelled")
+    assert tab.locator(".error, .said.wrong").count() == 0
     field(tab, "Size").fill("64")
     field(tab, "Steps").fill("2")
     draw(tab)
@@ -128,14 +139,62 @@ def test_cancel_stops_and_the_next_drawing_works(window, address):
 
 def test_a_mistake_is_a_message_while_typing(window, address):
     tab = opened(window, address)
-    field(tab, "Options").fill("keep=7")
-    says(tab, "keep is the fraction of tokens kept")
+    option(tab, "keep").fill("7")
+    beside = tab.locator("#said-options", has_text="keep is the fraction of tokens kept")
+    beside.wait_for()
     tab.get_by_role("button", name="Generate", exact=True).click()
-    says(tab, "keep is the fraction of tokens kept")
-    field(tab, "Options").fill("keep=0.5")
+    beside.wait_for()
+    assert 0 < beside.bounding_box()["y"] - option(tab, "keep").bounding_box()["y"] < 150
+    option(tab, "keep").fill("0.5")
     field(tab, "Size").fill("65")
     says(tab, "use multiples of 4")
+    assert 0 < tab.locator("#said").bounding_box()["y"] - field(tab, "Size").bounding_box()["y"] < 150
+    field(tab, "Prompt").fill("")
+    tab.locator("#said-prompt", has_text="write a prompt first").wait_for()
     assert history(tab) == 0
+
+
+def test_before_the_first_image_there_are_no_empty_panels(window, address):
+    tab = window.new_page()
+    tab.goto(address)
+    tab.locator("#scores", has_text="No images yet").wait_for()
+    for panel in ("#slider", "#history", "#saved", "#left", "#inside", "#attention"):
+        assert not tab.locator(panel).is_visible()
+    assert tab.locator("input[type=range]").count() == 0  # the images have a line of their own
+
+
+def test_options_are_fields_of_the_method(window, address):
+    tab = opened(window, address)
+    choose(tab, "Method", "hilberta")
+    option(tab, "tiles").wait_for()
+    tab.get_by_role("button", name="More options").click()
+    tab.get_by_text("Where the tiles slide").wait_for()
+    choose(tab, "slide", "curve")
+    tab.get_by_role("button", name="Generate", exact=True).click()
+    says(tab, "HilbertA T=4 slide=curve is done")
+    choose(tab, "Method", "dense")
+    tab.get_by_text("The dense model has no options").wait_for()
+
+
+def test_a_lora_brings_its_method_and_takes_its_options_with_it(window, address):
+    tab = opened(window, address)
+    choose(tab, "LoRA", "built-in")
+    tab.get_by_role("button", name="Options: layers and steps").wait_for()
+    assert field(tab, "Method").input_value() == "hilberta"
+    tab.get_by_role("button", name="Generate", exact=True).click()
+    says(tab, "does not fit this model")  # it is for the built-in model, not for this one
+    choose(tab, "Method", "toma")
+    option(tab, "keep").wait_for()
+    assert tab.get_by_label("LoRA").input_value() == ""
+    draw(tab)
+
+
+def test_the_methods_to_choose_include_presets(window, address):
+    tab = opened(window, address)
+    choose(tab, "Method", "built-in-128px-ssim-0.9")
+    tab.get_by_text("The options are part of this method").wait_for()
+    tab.get_by_role("button", name="Generate", exact=True).click()
+    tab.locator("#said-options", has_text="presets hold for one model").wait_for()
 
 
 def test_tabs_do_not_mix_and_a_history_survives_a_reload(window, address):
@@ -154,12 +213,12 @@ def test_tabs_do_not_mix_and_a_history_survives_a_reload(window, address):
 
 def test_the_keyboard_is_enough(window, address):
     tab = opened(window, address)
-    field(tab, "Options").focus()
-    tab.keyboard.press("Enter")
+    field(tab, "Prompt").focus()
+    tab.keyboard.press("Shift+Enter")
     says(tab, "ToMA keep=0.5 is done")
     handle, seen = tab.locator("#slider [data-testid=slider]"), set()
     before = handle.bounding_box()["x"]
-    tab.locator("#line input[type=range]").focus()
+    handle.focus()
     for _ in range(9):
         tab.keyboard.press("ArrowLeft")
     tab.wait_for_function(

@@ -276,7 +276,7 @@ def _sdxl_inputs(pipe: StableDiffusionXLPipeline, grid: Grid, text: int | None) 
 def _recorded_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
     """Inputs of the pipeline's first step, for an image with this grid of tokens."""
     if text is not None:
-        raise ValueError("the pipeline decides how many text tokens there are: leave --text out")
+        raise ValueError("the pipeline decides how many text tokens there are: leave --text-tokens out")
     pixels, (*frames, rows, columns) = pixels_per_token(pipe), grid
     request = Request("a lighthouse at dusk", (pixels * rows, pixels * columns), 1000, None, 0)
     if frames:

@@ -17,8 +17,9 @@ from foveate.apps.bench.table import TableColumn, megabytes, milliseconds, resul
 from foveate.diffusers.apply import apply
 from foveate.methods import LLSA, ComposedMethod, HilbertA, Method, ToMA
 from foveate.methods.base import Grid, TokenMerging, default_skip
+from foveate.pipelines.checks import token_grid
 from foveate.pipelines.lora import using
-from foveate.pipelines.request import denoiser
+from foveate.pipelines.request import Request, denoiser
 from foveate.pipelines.steps import Call, time_steps
 from foveate.utils.device import choose_device, choose_dtype, dtype_name, versions
 from foveate.utils.progress import Track, silent
@@ -145,6 +146,15 @@ class Setup(NamedTuple):
             "versions": versions(),
         }
         return cls(chosen, pipe, methods, text, cuda_graphs, about)
+
+    def grid(self, size: tuple[int, int], frames: int | None = None) -> Grid:
+        """(rows, columns) of image tokens for (height, width) in pixels; of a video (frames, rows, columns).
+
+        Raises:
+            ValueError: If the model has no such size or number of frames.
+        """
+        video, *image = token_grid(self.pipe, Request("", size, 1, None, 0, frames=frames))
+        return (*image,) if frames is None else (video, *image)
 
     def step(self, grid: Grid) -> Step:
         """The forward pass with this grid of image tokens."""

@@ -6,14 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from foveate.apps.cli.common import check_writable, read_size
 from foveate.apps.cli.methods import read_methods
+from foveate.apps.cli.pictures import Frames
 from foveate.apps.console import (
     Commit,
     Compile,
     Device,
     Dtype,
     Out,
-    Sides,
     StepModel,
     StepText,
     TimedMethods,
@@ -43,13 +44,20 @@ ContextModel = Annotated[
 @clear_errors
 def step(
     model: StepModel = "built-in",
-    sides: Sides = "64",
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes in pixels, separated by commas: 1024, or WIDTHxHEIGHT. "
+            "[dim]default: that of 64 x 64 tokens, 256 for the built-in model, 1024 for the others[/]"
+        ),
+    ] = None,
+    frames: Frames = None,
     method: TimedMethods = None,
     compile: Compile = False,
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
     ] = False,
-    text: StepText = None,
+    text_tokens: StepText = None,
     layers: Annotated[
         int | None,
         typer.Option(min=1, help="Blocks to build of minimax-h3; times are scaled to all. Default: as many as fit."),
@@ -72,7 +80,7 @@ def step(
 
     foveate bench step --method toma --method toma:dst_every=20,weights_every=10      # any machine
 
-    foveate bench step --model flux-dev --compile --sides 64,128                      # a GPU with 40 GB or more
+    foveate bench step --model flux-dev --compile --size 1024,2048                    # a GPU with 40 GB or more
 
     foveate bench step --model sdxl --cuda-graphs                                     # where launches limit a step
 
@@ -80,10 +88,14 @@ def step(
     """
     from foveate.apps.bench.step import Setup, bench_step, table_of
 
-    grids, methods = [read_grid(size) for size in sides.split(",")], read_methods(method)
+    sizes, methods = [read_size(one) for one in size.split(",")] if size else [], read_methods(method)
+    if method and not methods:
+        raise ValueError("dense is always timed: name a method to compare it with")
+    check_writable(out)
     how: dict[str, Any] = {"layers": layers, "compile": compile, "cuda_graphs": cuda_graphs}
-    setup = Setup.of(model, methods=methods, text=text, device=device, dtype=dtype, **how)
+    setup = Setup.of(model, methods=methods, text=text_tokens, device=device, dtype=dtype, **how)
     kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
+    grids = [setup.grid(one, frames) for one in sizes] or [(64, 64)]
     name = f"step-{Path(model).name}-{kind}-{setup.about['device']}.json"
     run_and_save(out / name, commit, partial(bench_step, setup, grids, rounds=rounds), table_of)
 
@@ -92,11 +104,11 @@ def step(
 @clear_errors
 def context(
     model: ContextModel = "small",
-    tokens: Annotated[str, typer.Option(help="Lengths of the contexts, separated by commas.")] = "2048",
+    context_tokens: Annotated[str, typer.Option(help="Lengths of the contexts, separated by commas.")] = "2048",
     concurrent: Annotated[str, typer.Option(help="Numbers of concurrent questions, separated by commas.")] = "1,4,16",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = 64,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
     recompute: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the tokens to recompute.")] = 0.15,
     questions: Annotated[int, typer.Option(min=1, help="Questions measured for each result.")] = 16,
     out: Out = Path("bench"),
@@ -112,27 +124,17 @@ def context(
 
     foveate bench context                                                             # any machine
 
-    foveate bench context --model llama-8b --tokens 8192,32768 --chunk 2048           # a GPU with 80 GB or more
+    foveate bench context --model llama-8b --context-tokens 8192,32768 --chunk 2048   # a GPU with 80 GB or more
 
-    foveate bench context --model Qwen/Qwen3-8B --tokens 16384 --concurrent 1,8
+    foveate bench context --model Qwen/Qwen3-8B --context-tokens 16384 --concurrent 1,8
     """
     from foveate.apps.bench.context import QuestionWorkload, bench_context, table_of
     from foveate.utils.device import choose_device, choose_dtype
 
+    check_writable(out)
     where = choose_device(device)
-    asked = QuestionWorkload(chunk, prompt, answer, tuple(numbers(concurrent)), questions, recompute)
+    asked = QuestionWorkload(chunk, question_tokens, max_new_tokens, tuple(numbers(concurrent)), questions, recompute)
     if min(asked.concurrent) < 1:
         raise ValueError(f"--concurrent {concurrent} asks no question: use 1 or more")
-    run = partial(bench_context, numbers(tokens), model, asked, where, choose_dtype(dtype, where))
+    run = partial(bench_context, numbers(context_tokens), model, asked, where, choose_dtype(dtype, where))
     run_and_save(out / f"questions-{Path(model).name}-{where.type}.json", commit, run, table_of)
-
-
-def read_grid(text: str) -> tuple[int, ...]:
-    """A grid of tokens: 64 is a square, 21x45x80 has 21 frames of 45 rows and 80 columns."""
-    try:
-        sides = tuple(int(side) for side in text.split("x"))
-    except ValueError:
-        sides = ()
-    if not 1 <= len(sides) <= 3 or min(sides) < 1:
-        raise ValueError(f"{text!r} is no grid of tokens: write it as 64, 45x80 or 21x45x80")
-    return sides * 2 if len(sides) == 1 else sides

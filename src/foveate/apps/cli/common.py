@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
@@ -63,25 +65,42 @@ def warn_unknown_words(model: str, tokenizer: Any, text: str) -> None:
 
 def options_of(option: list[str] | None, tiles: str | None = None) -> dict[str, str]:
     """Options of a method as a dictionary, from "NAME=VALUE" texts and the value of `--tiles`."""
-    if bare := [text for text in option or [] if "=" not in text]:
-        raise ValueError(f"option {bare[0]} has no value: write -o {bare[0]}=VALUE")
-    pairs = {name: value for name, _, value in (text.partition("=") for text in option or [])}
-    return pairs if tiles is None else {**pairs, "tiles": tiles}
+    from foveate.methods import options_from_pairs
+
+    return options_from_pairs([*(option or []), *([] if tiles is None else [f"tiles={tiles}"])])
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a ValueError if the folder is not writable."""
+    """Raise a ValueError if nothing can be written into the folder; nothing is left in it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"cannot write into {folder}, because {existing} is a file: name another --out")
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"cannot write into {folder}: name another --out")
+    try:
+        TemporaryFile(dir=existing).close()  # permissions alone do not tell
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder} ({error.strerror}): name another --out") from error
+
+
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free port for 0.
+
+    Raises:
+        ValueError: If the port is not available.
+    """
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({os.strerror(error.errno or 0)}): name another --port"
+        ) from error
 
 
 def check_file(path: Path, kind: str, suffix: str) -> None:
-    """Raise a ValueError if `--out` is a folder or has another suffix."""
+    """Raise a ValueError if `--out` is a folder, has another suffix, or cannot be written."""
     if path.suffix.lower() != suffix or path.is_dir():
         raise ValueError(f"--out must name {kind}, not {path}: end it with {suffix}")
+    check_writable(path.parent)
 
 
 def read_prompts(path: Path) -> list[str]:

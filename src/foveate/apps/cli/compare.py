@@ -1,5 +1,7 @@
 """`foveate compare`: one prompt with several methods, side by side."""
 
+from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,8 @@ from foveate.apps.cli.pictures import (
     Negative,
     Size,
     Steps,
+    as_measured,
+    note_steps,
     open_at_size,
     own_attention,
     remark_on,
@@ -47,9 +51,13 @@ def compare(
     fps: Fps = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed steps of each variant.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the page and its images; existing ones are kept.")] = Path(
-        "compare"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the page and its images. One with another comparison is refused. "
+            "[dim]default: compare, or the first of compare-2, compare-3, ... that is free[/]"
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -68,18 +76,20 @@ def compare(
     if rank_name():
         raise ValueError("compare measures the time of one process: start it without torchrun or accelerate launch")
     asked = read_methods(method)
-    by_default = not (model or lora or asked)
+    by_default = not (model or lora or method)
     lora = "built-in" if by_default else lora
-    check_writable(out)
+    check_writable(out or Path())
+    size, steps = as_measured(asked, size, steps)
     pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
     request = request_of(
         pipe, model, prompt, size, steps, guidance, seed, negative=negative, images=tuple(image or ()), frames=frames,
         fps=fps,
     )  # fmt: skip
+    note_steps(asked, request.steps)
     suffix_of(pipe, request)  # fails without the packages to write videos
     from foveate.apps.demo.recogniser import judge_prompt
     from foveate.apps.demo.text import draws_scenes
-    from foveate.apps.web.compare import PAGE, comparison, recommended, showcase
+    from foveate.apps.web.compare import PAGE, comparison, recommended, reserve, showcase
     from foveate.diffusers.card import card_of
     from foveate.pipelines.request import denoiser
 
@@ -87,14 +97,27 @@ def compare(
         methods = recommended(distilled)
     else:
         start = 0.0 if lora else card_of(denoiser(pipe)).start_percent  # LoRAs are distilled for all steps
-        methods = asked or own_attention(pipe) or showcase(start)
+        own = own_attention(pipe)
+        methods = asked if method else own or showcase(start)
         methods = with_distilled(distilled, lora, methods)
     judge = judge_prompt(prompt) if draws_scenes(pipe) else None
     with progress() as track:
         settings = settings_of(pipe, model, request) | ({"LoRA": lora} if lora else {})
         notice = remark_on(pipe, model, prompt)
+        out = out or _unused(lambda folder: reserve(folder, pipe, request, settings))
         comparison(
             pipe, request, methods, out, settings=settings, notice=notice, judge=judge, rounds=rounds, track=track
         )
     console.print("open the page in a browser:")
     print((out / PAGE).resolve())
+
+
+def _unused(reserve: Callable[[Path], None]) -> Path:
+    """First of the folders "compare", "compare-2", ... that can be reserved."""
+    for folder in chain([Path("compare")], (Path(f"compare-{i}") for i in count(2))):
+        try:
+            reserve(folder)
+        except ValueError:
+            continue
+        return folder
+    raise AssertionError("there is always another number")

@@ -1,13 +1,14 @@
 """`foveate demo`: the commands about the built-in models."""
 
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import print_table
-from foveate.apps.console import Seed, clear_errors
+from foveate.apps.cli.common import check_writable, print_table
+from foveate.apps.console import Device, Seed, clear_errors, console, progress
 
 __all__ = ["app"]
 
@@ -38,6 +39,30 @@ def info() -> None:
 
 @app.command()
 @clear_errors
+def page(
+    out: Annotated[
+        Path, typer.Option(help="Folder for the pages and their images; an existing run is resumed.")
+    ] = Path("demo"),
+    device: Device = "auto",
+) -> None:
+    """Write a page that shows what Foveate is: images, a video, and measured speeds.
+
+    make demo does this in a clone.
+    """
+    check_writable(out)
+    import_module("imageio_ffmpeg")  # fails early if packages are missing
+    from foveate.apps.demo.page import write_pages
+    from foveate.pipelines.request import quiet
+
+    quiet()
+    with progress() as track:
+        path = write_pages(out, device, track)
+    console.print("open the page in a browser:")
+    print(path.resolve())
+
+
+@app.command()
+@clear_errors
 def texts(
     out: Annotated[Path, typer.Option(help="Folder to write; files of the same names are overwritten.")] = Path(
         "texts"
@@ -53,6 +78,7 @@ def texts(
     """
     from foveate.apps.demo.examples import write_examples
 
+    check_writable(out)
     for heading, answers in zip(("question", "text without a label"), write_examples(out, seed), strict=True):
         print_table(dict(islice(answers.items(), SHOWN)), heading, "right answer")
     print(out)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from foveate.apps.cli.common import Option, Tiles, options_of, read_prompts
+from foveate.apps.cli.common import Option, Tiles, check_writable, options_of, read_prompts
+from foveate.apps.cli.methods import method_to_draw
 from foveate.apps.cli.pictures import Frames, Model, Size, open_at_size, request_of
 from foveate.apps.console import (
     Checkpointing,
@@ -23,7 +24,6 @@ from foveate.apps.console import (
     progress,
     training_device,
 )
-from foveate.methods import METHODS, method_from_text
 
 __all__ = ["distill"]
 
@@ -36,7 +36,7 @@ def distill(
     model: Model = "",
     size: Size = None,
     frames: Frames = None,
-    method: Annotated[str, typer.Option(help=f"Method to distil for: {', '.join(METHODS)}.")] = "hilberta",
+    method: Annotated[str, typer.Option(help="Method to distil for, such as hilberta:tiles=16.")] = "hilberta",
     tiles: Tiles = None,
     option: Option = None,
     prompts: Annotated[
@@ -80,7 +80,7 @@ def distill(
     rate: Annotated[
         float | None, typer.Option(min=0, help="Learning rate. [dim]default: 1 for prodigy, 1e-4 for adamw[/]")
     ] = None,
-    levels: Annotated[
+    noise_levels: Annotated[
         str, typer.Option(help="Noise levels: uniform, or shifted towards noise as the scheduler shifts them.")
     ] = "uniform",
     cool_down: CoolDown = 0.0,
@@ -114,7 +114,12 @@ def distill(
 
     On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate distill ...
     """
-    chosen = method_from_text(method, options_of(option, tiles))
+    from foveate.methods import Method
+
+    chosen = method_to_draw(None, method, options_of(option, tiles))
+    if not isinstance(chosen, Method):
+        raise ValueError(f"a LoRA is distilled for one sparse method, not for {method}: name one, such as hilberta")
+    check_writable(out)
     lines = read_prompts(prompts) if prompts else None
     if model and not (prompts or images):
         raise ValueError("name prompts with --prompts FILE, one a line, or training images with --images")
@@ -131,8 +136,8 @@ def distill(
     from foveate.training.student import Recipe
 
     recipe = Recipe(
-        method=chosen, rank=rank, layers=layers, optimizer=optimizer, rate=rate, levels=levels, cool_down=cool_down,
-        batch=batch, guidance=guidance_input, seed=seed,
+        method=chosen, rank=rank, layers=layers, optimizer=optimizer, rate=rate, levels=noise_levels,
+        cool_down=cool_down, batch=batch, guidance=guidance_input, seed=seed,
     )  # fmt: skip
     files: list[Path] = []
     if images:

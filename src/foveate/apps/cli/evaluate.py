@@ -15,6 +15,8 @@ from foveate.apps.cli.pictures import (
     Model,
     Size,
     Steps,
+    as_measured,
+    note_steps,
     open_at_size,
     own_attention,
     request_of,
@@ -30,7 +32,7 @@ def evaluate(
     method: Methods = None,
     model: Model = "",
     lora: Lora = "",
-    prompts: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to generate.")] = 100,
+    captions: Annotated[int, typer.Option(min=2, max=100_000, help="Number of held-out captions to generate.")] = 100,
     size: Size = None,
     steps: Steps = None,
     guidance: Guidance = None,
@@ -54,17 +56,19 @@ def evaluate(
     The captions are scenes that the built-in model was never trained on. A recogniser, trained on renderings of
     scenes, judges every image. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
 
-    foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --prompts 100 --seed 0
+    foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --captions 100 --seed 0
 
     On several GPUs or nodes, which divide the images: accelerate launch -m foveate eval ...
 
-    With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --prompts 100
+    With --lora the method is scored with and without the LoRA: foveate eval --lora distilled --captions 100
     """
     asked = read_methods(method)
     check_writable(out)
+    size, steps = as_measured(asked, size, steps)
     state, device = join_processes(device)
     pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
     request = request_of(pipe, model, "", size, steps, guidance, seed)
+    note_steps(asked, request.steps)
     from foveate.apps.demo.evaluate import evaluate, score_table
     from foveate.apps.demo.text import draws_scenes
     from foveate.apps.web.compare import showcase
@@ -75,11 +79,11 @@ def evaluate(
             "dense images are reported"
         )
     own = own_attention(pipe)
-    methods = with_distilled(distilled, lora, asked or own or ([] if lora else showcase()))
+    methods = with_distilled(distilled, lora, asked if method else own or ([] if lora else showcase()))
     with progress() as track:
-        left_out = None if asked or own or lora else console.print
+        left_out = None if method or own or lora else console.print
         scores = evaluate(
-            pipe, methods, out, prompts=prompts, request=request, batch=batch, dino=dino, track=track,
+            pipe, methods, out, prompts=captions, request=request, batch=batch, dino=dino, track=track,
             left_out=left_out,
         )  # fmt: skip
     if not state.is_main_process:

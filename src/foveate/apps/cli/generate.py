@@ -24,6 +24,8 @@ from foveate.apps.cli.pictures import (
     Negative,
     Size,
     Steps,
+    as_measured,
+    note_steps,
     open_at_size,
     own_attention,
     remark_on,
@@ -31,11 +33,8 @@ from foveate.apps.cli.pictures import (
     settings_of,
     suffix_of,
 )
-from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, join_processes, progress
+from foveate.apps.console import Device, Dtype, Seed, brief, clear_errors, console, join_processes, progress
 from foveate.apps.errors import noting
-from foveate.diffusers.preset import Preset
-from foveate.methods import METHODS
-from foveate.pipelines.image_files import write_picture
 from foveate.utils.files import claim, slug, write_whole
 from foveate.utils.processes import check_shared, divide
 
@@ -52,8 +51,8 @@ def generate(
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"dense, {', '.join(METHODS)}, several: hilberta:tiles=16+toma, or a preset of foveate tune. "
-            "[dim]default: the method of the LoRA, else dense[/]"
+            help="dense, hilberta, toma, llsa, tomesd, tofu, todo; with options, hilberta:tiles=16,centre=0; "
+            "combined, hilberta+toma; or a preset of foveate tune. [dim]default: the method of the LoRA, else dense[/]"
         ),
     ] = None,
     tiles: Tiles = None,
@@ -107,15 +106,16 @@ def generate(
 
     accelerate launch -m foveate generate --prompts prompts.txt --model black-forest-labs/FLUX.1-dev
     """
-    if (prompt is None) == (prompts is None):
+    if prompt is not None and prompts is not None:
+        raise ValueError(f"a prompt, {brief(prompt)!r}, and --prompts {prompts} are given: leave one of them out")
+    if prompt is None and prompts is None:
         raise ValueError('give a prompt, foveate generate "a lighthouse", or a file of prompts with --prompts')
     if split not in (None, "picture", "prompts"):
         raise ValueError(f"unknown --split {split}: several processes divide each image, or the prompts")
     texts, many = read_prompts(prompts) if prompts else [prompt or ""], prompts is not None or seeds > 1
     options = options_of(option, tiles)
     chosen: Any = None if lora else method_to_draw(None, method, options)
-    if isinstance(chosen, Preset) and not size:
-        size = "{1}x{0}".format(*chosen.size)
+    size, steps = as_measured([chosen], size, steps)
     _check_out(out, many, force)
     folder = (out or Path("pictures")) if many else out.parent if out else Path()
     check_writable(folder)
@@ -125,6 +125,7 @@ def generate(
         pipe, model, texts[0], size, steps, guidance, seed, negative=negative, images=tuple(image or ()),
         frames=frames, fps=fps,
     )  # fmt: skip
+    note_steps([chosen], request.steps)
     suffix = suffix_of(pipe, request)
     if out and not many:
         check_file(out, f"{'an MP4' if suffix == '.mp4' else 'a PNG'} file", suffix)
@@ -138,7 +139,7 @@ def generate(
         share_pictures(pipe, state.num_processes)
     for text in texts:
         if remark := remark_on(pipe, model, text):
-            console.print(f"{text}: {remark}" if many else remark)
+            console.print(f"{brief(text)}: {remark}" if many else remark)
     from accelerate.utils import gather_object
 
     from foveate.diffusers.apply import apply
@@ -229,10 +230,11 @@ def _draw(
 
     Without settings nothing is written: another process does.
     """
+    from foveate.pipelines.image_files import write_picture
     from foveate.pipelines.request import draw, frame_rate, write_video
 
     began = time.perf_counter()
-    with noting(f"generating {request.prompt!r} with seed {request.seed}"):
+    with noting(f"generating {brief(request.prompt)!r} with seed {request.seed}"):
         frames = draw(pipe, request, on_step)
     seconds, summary = time.perf_counter() - began, run.summary() if run else None
     if settings is None:

@@ -8,13 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.table import Table
 
 from foveate.apps.cli.common import Embed, LanguageModel, check_file, open_reader, warn_unknown_words
 from foveate.apps.console import Device, Dtype, clear_errors, console, progress, terminal
-from foveate.methods.sub_cp import Balance, Order, Strategy, SubCP
 
 __all__ = ["icl"]
 
@@ -43,17 +41,19 @@ def icl(
     ] = None,
     embed: Embed = "",
     blocks: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
-    size: Annotated[int, typer.Option(min=0, help="Examples in a block. 0 uses all examples.")] = 8,
+    block_size: Annotated[int, typer.Option(min=0, help="Examples in a block. 0 uses all examples.")] = 8,
     strategy: Annotated[
-        Strategy,
+        Literal["global_diverse", "global_local", "local_diverse", "local_coherent"],
         typer.Option(
             help="global_diverse: each block covers the pool. global_local: all blocks together cover it. "
             "local_diverse: each block covers one region. local_coherent: each block is the centre of one region."
         ),
     ] = "global_local",
-    order: Annotated[Order, typer.Option(help="Order inside a block: picked, or central_last.")] = "picked",
+    order: Annotated[
+        Literal["picked", "central_last"], typer.Option(help="Order inside a block: picked, or central_last.")
+    ] = "picked",
     balance: Annotated[
-        Balance | None,
+        Literal["proportional", "equal"] | None,
         typer.Option(help="Balance the labels: proportional to the pool, or equal. [dim]default: no balance[/]"),
     ] = None,
     max_similarity: Annotated[
@@ -80,7 +80,7 @@ def icl(
             show_default=False,
         ),
     ] = "",
-    host: Annotated[
+    combine: Annotated[
         Literal["concatenate", "ensemble", "parallel_windows"],
         typer.Option(
             help="For --ask: concatenate reads all blocks as one text, ensemble asks each block separately, "
@@ -93,7 +93,7 @@ def icl(
             help="Mix of an ensemble: weighted mean of probabilities (moe), weighted product (poe), or largest (max)."
         ),
     ] = "moe",
-    tokens: Annotated[
+    max_new_tokens: Annotated[
         int, typer.Option(min=0, help="For --ask: generate at most this many tokens. 0 chooses among the labels.")
     ] = 0,
     device: Device = "auto",
@@ -107,7 +107,7 @@ def icl(
     over the first but not over the second is due to the choice of examples, not to the blocks. Coverage is not
     accuracy; docs/sub-cp.md has measured accuracies.
 
-    foveate icl reviews.csv --text review --label stars --blocks 8 --size 8
+    foveate icl reviews.csv --text review --label stars --blocks 8 --block-size 8
 
     foveate icl pool.jsonl --embeddings pool.npy --strategy local_diverse --out regions.jsonl
 
@@ -123,6 +123,7 @@ def icl(
     Each line of --out has "block", "ids" (examples of the file, from 0), "examples", and a fingerprint. Blocks of
     the same embeddings and settings are read from there again.
     """
+    from foveate.methods.sub_cp import SubCP
     from foveate.plots.figures import draw_coverage, figure_png
     from foveate.transformers.embeddings import hashed_ngrams, read_embeddings, sentence_embeddings
     from foveate.transformers.examples import column, read_examples, usable, write_blocks
@@ -154,7 +155,7 @@ def icl(
         reader = open_reader(model, device, dtype, check_reads_blocks)
     sub = SubCP(
         blocks=blocks,
-        block_size=size or None,
+        block_size=block_size or None,
         strategy=strategy,
         order=order,
         balance=balance,
@@ -174,7 +175,7 @@ def icl(
     labels = column(rows, label, examples) if label else None
     with progress() as track:
 
-        def embedded(texts: Sequence[str]) -> torch.Tensor:
+        def embedded(texts: Sequence[str]) -> Any:
             return sentence_embeddings(texts, embed, track) if embed else hashed_ngrams(texts, track)
 
         pool = embedded(column(rows, text, examples)) if given is None else given
@@ -195,7 +196,7 @@ def icl(
     if reader and ask and labels:
         from foveate.transformers.in_context import prompt_with
 
-        if host == "ensemble" and embeddings:
+        if combine == "ensemble" and embeddings:
             local = strategy.startswith("local")
             console.print(
                 "all blocks weigh the same, because --embeddings has no embedding of the question"
@@ -206,8 +207,8 @@ def icl(
             for shown, answer in zip(column(rows, text, examples), labels, strict=True)
         ]
         warn_unknown_words(model, reader[1], "\n".join([*told, *ask]))
-        prompted = prompt_with(*reader, [[told[i] for i in block] for block in ours.ids], host)
-        _print_answers(prompted, list(zip(ask, weights, strict=True)), template, labels, tokens, mix)
+        prompted = prompt_with(*reader, [[told[i] for i in block] for block in ours.ids], combine)
+        _print_answers(prompted, list(zip(ask, weights, strict=True)), template, labels, max_new_tokens, mix)
 
 
 def _note_bad(rows: Sequence[dict[str, Any]], given: Any, text: str, embed: str, bad: dict[int, str]) -> None:
@@ -229,7 +230,7 @@ def _list_bad(bad: dict[int, str], path: Path) -> None:
     console.print(f"skipped {len(bad)} examples, listed in {path}")
 
 
-def _warn_lost(ours: Any, labels: Sequence[str], balance: Balance | None) -> None:
+def _warn_lost(ours: Any, labels: Sequence[str], balance: str | None) -> None:
     """Tell which labels of the pool the blocks lack."""
     lost = ours.lost(labels)
     if not lost:
@@ -241,7 +242,7 @@ def _warn_lost(ours: Any, labels: Sequence[str], balance: Balance | None) -> Non
 
 
 def _read_or_make(
-    out: Path, sub: SubCP, pool: Any, labels: Sequence[str] | None, numbers: Sequence[int] | None, track: Any
+    out: Path, sub: Any, pool: Any, labels: Sequence[str] | None, numbers: Sequence[int] | None, track: Any
 ) -> Any:
     """Blocks of an earlier run with the same embeddings and settings, or new ones."""
     from foveate.transformers.examples import read_blocks
@@ -255,6 +256,8 @@ def _read_or_make(
 
 def _compared(name: str, ours: Any, labels: Sequence[str] | None, track: Any) -> dict[str, list[Any]]:
     """Reports of our blocks, random choices of examples, and random partitions of the same examples."""
+    import torch
+
     chosen = torch.tensor([example for block in ours.ids for example in block])
     sizes, generator = [len(block) for block in ours.ids], torch.Generator().manual_seed(0)
     reports, advance = {name: [ours.report(labels)]}, track("random blocks", 2 * DRAWS)

@@ -4,21 +4,18 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 
 from foveate.apps.cli.common import check_file, print_table, read_size
 from foveate.apps.console import clear_errors, terminal
-from foveate.methods import METHODS
-from foveate.ops.curves import CURVES
 
 __all__ = ["curves", "info"]
 
 
 @clear_errors
 def curves(
-    curve: Annotated[str, typer.Argument(help=f"Curve: {', '.join(CURVES)}.")] = "hilbert",
+    curve: Annotated[str, typer.Argument(help="Curve: hilbert, moore, morton, serpentine, raster.")] = "hilbert",
     size: Annotated[str, typer.Option(help="Size of the grid: 64, or WIDTHxHEIGHT.")] = "32",
     tiles: Annotated[int, typer.Option(min=1, help="Number of HilbertA tiles to colour.")] = 16,
     centre: Annotated[
@@ -33,15 +30,14 @@ def curves(
     from foveate.plots.figures import draw_order, figure_png
     from foveate.utils.files import write_whole
 
-    if out:
-        check_file(out, "a PNG file", ".png")
     height, width = read_size(size)
+    path = out or Path(f"{curve}-{width}x{height}.png")
+    check_file(path, "a PNG file", ".png")
     if height * width > 256 * 256:
         raise ValueError(f"{size} cells are too many to draw: use at most 256 x 256")
     method = HilbertA(curve=curve, tiles=tiles, centre=centre)
     plan, moved = method.plan(((height, width),), 0), method.moved((height, width), tiles, phase)
     order = grid_order(curve, height, width)
-    path = out or Path(f"{curve}-{width}x{height}.png")
     write_whole(path, figure_png(draw_order(order, height, width, plan.tile_maps[phase], moved)))
     table = Table("smaller is more local", "all pairs", "within a tile")
     for name, metric in (
@@ -59,6 +55,9 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Print versions, devices, and the backend of each op on each device."""
+    import torch
+
+    from foveate.methods import METHODS
     from foveate.ops import block_attention, dispatch, facility_location
     from foveate.utils.device import versions
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from foveate.apps.cli.common import read_size
-from foveate.apps.console import console
+from foveate.apps.console import brief, console
 from foveate.apps.demo import LORAS, MODELS, find
-from foveate.methods import Method
-from foveate.utils.device import choose_device, choose_dtype, dtype_name
+
+MOST_WORDS = 8  # unknown words that a remark names
 
 Model = Annotated[
     str,
@@ -82,6 +82,8 @@ Images = Annotated[
 
 def open_model(model: str, device: str, dtype: str) -> Any:
     """Load the pipeline of `--model`."""
+    from foveate.utils.device import choose_device, choose_dtype
+
     choose_dtype(dtype, choose_device(device))  # before anything is loaded
     console.print(f"loading {model or 'the built-in model'}")
     from foveate.pipelines.request import load_pipeline, quiet
@@ -102,8 +104,10 @@ def place_of(model: str) -> str:
 
 def open_with_lora(model: str, lora: str, device: str, dtype: str) -> tuple[Any, Any]:
     """Load the pipeline with its LoRA; also returns the LoRA's method, None without a LoRA of foveate."""
-    choose_dtype(dtype, choose_device(device))
     from foveate.pipelines.lora import load_lora
+    from foveate.utils.device import choose_device, choose_dtype
+
+    choose_dtype(dtype, choose_device(device))
 
     file, _ = lora_of(lora)  # before the model is loaded
     pipe = open_model(model, device, dtype)
@@ -181,6 +185,7 @@ def suffix_of(pipe: Any, request: Any) -> str:
 def settings_of(pipe: Any, model: str, request: Any) -> dict[str, str]:
     """Settings for the metadata of images and for pages."""
     from foveate.pipelines.request import frame_rate, makes_video
+    from foveate.utils.device import dtype_name
 
     more = {"negative prompt": request.negative, "images": ", ".join(map(str, request.images))}
     if makes_video(pipe):
@@ -202,17 +207,41 @@ def remark_on(pipe: Any, model: str, prompt: str) -> str:
     from foveate.apps.demo.text import unknown_words
     from foveate.pipelines.request import unread
 
-    remarks = [f"The model does not read the end of the prompt: {end!r}."] if (end := unread(pipe, prompt)) else []
+    remarks: list[str] = []
+    if end := unread(pipe, prompt):
+        remarks.append(f"The model does not read the end of the prompt: {brief(end)!r}.")
     words = [
         f"{word!r} (known: {', '.join(nearest)})" if nearest else repr(word)
         for word, nearest in (unknown_words(prompt, MODELS[model].words) if model in MODELS else {}).items()
     ]
     if words:
-        remarks.append(f"The built-in model was never taught {', '.join(words)}, and can only guess.")
+        more = [f"and {len(words) - MOST_WORDS} more words"] if len(words) > MOST_WORDS else []
+        named = ", ".join([*words[:MOST_WORDS], *more])
+        remarks.append(f"The built-in model was never taught {named}, and can only guess.")
     return " ".join(remarks)
 
 
-def own_attention(pipe: Any) -> list[Method]:
+def as_measured(methods: Sequence[Any], size: str | None, steps: int | None) -> tuple[str | None, int | None]:
+    """Size and steps of a command: those that were given, else those at which its first preset was measured."""
+    for preset in _presets(methods):
+        return size or f"{preset.size[1]}x{preset.size[0]}", steps or preset.steps
+    return size, steps
+
+
+def note_steps(methods: Sequence[Any], steps: int) -> None:
+    """Print which presets were measured at another number of steps."""
+    for preset in _presets(methods):
+        if preset.steps not in (None, steps):
+            console.print(f"the preset {preset.title} was measured at {preset.steps} steps, not at {steps}")
+
+
+def _presets(methods: Sequence[Any]) -> list[Any]:
+    from foveate.diffusers.preset import Preset
+
+    return [method for method in methods if isinstance(method, Preset)]
+
+
+def own_attention(pipe: Any) -> list[Any]:
     """List with a pixel model's log-linear attention as a method; the model becomes dense. Empty for other models."""
     from foveate.pipelines.pixel import PixelPipeline, as_method
 

@@ -27,7 +27,6 @@ from foveate.apps.cli.rag_index import (
     print_refused,
 )
 from foveate.apps.console import Device, Dtype, clear_errors, console, progress, terminal
-from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
 from foveate.utils.files import write_whole
 
 __all__ = ["PROMPT", "NewTokens", "Policy", "Prompt", "Recompute", "app", "check_prompt", "recompute_methods"]
@@ -35,7 +34,8 @@ __all__ = ["PROMPT", "NewTokens", "Policy", "Prompt", "Recompute", "app", "check
 PROMPT = "Question: {question}\nAnswer:"
 
 Policy = Annotated[
-    str, typer.Option(help=f"Method to choose the tokens to recompute: {', '.join(RECOMPUTE_POLICIES)}.")
+    str,
+    typer.Option(help="Method to choose the tokens to recompute: infoflow_kv, epic, cacheblend, random, none, full."),
 ]
 Recompute = Annotated[
     float | None, typer.Option(help="Fraction of the tokens to recompute, 0 to 1. [dim]default: 0.15[/]")
@@ -192,6 +192,8 @@ def check_prompt(prompt: str) -> None:
 
 def recompute_methods(name: str, recompute: float | None, options: dict[str, str], compare: bool) -> dict[str, Any]:
     """Methods by name: the named one, and with `compare` all others at the same budget."""
+    from foveate.methods import RECOMPUTE_POLICIES, recompute_policy_from_text
+
     chosen = options if recompute is None else {**options, "recompute": str(recompute)}
     methods = {name: recompute_policy_from_text(name, chosen)}
     budget = {"recompute": str(getattr(methods[name], "recompute", 0.15))}

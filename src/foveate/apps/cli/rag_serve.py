@@ -7,15 +7,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from foveate.apps.cli.common import LanguageModel, Option, options_of
+from foveate.apps.cli.common import LanguageModel, Option, free_port, options_of
 from foveate.apps.cli.rag import PROMPT, NewTokens, Policy, Prompt, Recompute, check_prompt, recompute_methods
 from foveate.apps.cli.rag_index import Chat, Chunk, EightBit, MaxDisk, MaxMemory, Prefix, open_indexes
 from foveate.apps.cli.serve import Host, MaxReplicas, Origins, Port, Replicas, Timeout, listen, scale_of
 from foveate.apps.console import Device, Dtype, clear_errors, console
-from foveate.utils.device import choose_device
 
 __all__ = ["serve"]
 
@@ -67,13 +65,15 @@ def serve(
     --replicas, several processes answer, one per GPU if there are GPUs; if one dies, another takes over its requests.
     Needs `pip install 'foveate[transformers,serve]'`. Ctrl-C ends it.
     """
+    from foveate.utils.device import choose_device
+
     check_prompt(prompt)
     policy = recompute_methods(method, recompute, options_of(option), compare=False)[method]
     gpu = choose_device(device).type == "cuda"
     scale = scale_of(replicas, max_replicas, kinds=1, gpus=gpu)
     import_module("fastapi" if scale == (1, 1) else "ray.serve")  # fails with what to install
     from foveate.apps.serve.answerer import Answerer
-    from foveate.apps.serve.http import api_key, free_port
+    from foveate.apps.serve.http import api_key
 
     key = api_key(host)
     names = [Path(folder).resolve().name for folder in folders or []]
@@ -104,6 +104,8 @@ def serve(
     from foveate.apps.serve.replicas import running
 
     places = [str(index.place) for index in answerer.indexes.values()]
+    import torch
+
     del answerer
     gc.collect()
     torch.cuda.empty_cache()  # a replica needs the memory of its model

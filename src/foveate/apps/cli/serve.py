@@ -5,13 +5,12 @@ from importlib import import_module
 from signal import SIGTERM, default_int_handler, signal
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from foveate.apps.cli.methods import method_to_draw, usual_method
-from foveate.apps.cli.pictures import Lora, Model, lora_of, place_of, size_of
+from foveate.apps.cli.common import free_port
+from foveate.apps.cli.methods import check_distinct, method_to_draw, usual_method
+from foveate.apps.cli.pictures import Lora, Model, lora_of, note_steps, place_of, size_of
 from foveate.apps.console import Device, Dtype, clear_errors, console
-from foveate.utils.device import choose_device, choose_dtype
 
 __all__ = [
     "Host",
@@ -100,16 +99,21 @@ def serve(
     dies, another one takes over. Needs `pip install 'foveate[diffusers,serve]'`. Ctrl-C ends it.
     """
     import_module("ray.serve")  # fails with what to install
-    from foveate.apps.serve.http import api_key, free_port
+    from foveate.apps.serve.http import api_key
     from foveate.apps.serve.image_replicas import ImageReplica
     from foveate.apps.serve.images import ImageFront, Limits
     from foveate.apps.serve.replicas import running
+    from foveate.utils.device import choose_device, choose_dtype
 
     key = api_key(host)
     if steps > max_steps:
         raise ValueError(f"--steps {steps} is more than --max-steps {max_steps}: raise --max-steps")
     file, distilled = lora_of(lora)
-    methods = {called: method_to_draw(distilled, called, {}) for called in method or [usual_method(distilled)]}
+    names = method or [usual_method(distilled)]
+    chosen = [method_to_draw(distilled, name, {}) for name in names]
+    check_distinct(names, chosen)
+    note_steps(chosen, steps)
+    methods = dict(zip(names, chosen, strict=True))
     gpu = device.startswith("cuda") if address else choose_device(device).type == "cuda"
     if not address:
         choose_dtype(dtype, choose_device(device))
@@ -123,8 +127,7 @@ def serve(
         "timeout": timeout, "device": "cuda" if gpu else device, "dtype": dtype,
     }  # fmt: skip
     served = {
-        called: shared | {"method": chosen, "about": {"model": name, "method": called}}
-        for called, chosen in methods.items()
+        called: shared | {"method": one, "about": {"model": name, "method": called}} for called, one in methods.items()
     }
     limits = Limits(
         steps=steps, max_side=max_side, max_steps=max_steps, max_n=max_n, timeout=timeout, origins=cors or ()
@@ -143,6 +146,8 @@ def scale_of(replicas: int, max_replicas: int, *, kinds: int, gpus: bool) -> tup
         kinds: Number of methods that the service offers; each has its own replicas.
         gpus: Whether each replica needs a GPU of this machine.
     """
+    import torch
+
     if max_replicas and max_replicas < replicas:
         raise ValueError(f"--max-replicas {max_replicas} is less than --replicas {replicas}: leave one of them out")
     if gpus and (needed := replicas * kinds) > (found := torch.cuda.device_count()):

@@ -1,12 +1,11 @@
 """`foveate train`: a pixel diffusion transformer from scratch."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foveate.apps.cli.common import read_size
+from foveate.apps.cli.common import check_writable, read_size
 from foveate.apps.console import (
     Checkpointing,
     CheckpointMinutes,
@@ -17,6 +16,7 @@ from foveate.apps.console import (
     TrainingDevice,
     TrainingDtype,
     clear_errors,
+    numbers,
     print_outcome,
     progress,
     training_device,
@@ -36,13 +36,16 @@ def train(
             "[dim]default: random scenes of emoji[/]"
         ),
     ] = "",
-    sizes: Annotated[
+    size: Annotated[
         str,
         typer.Option(
-            help="Stages, separated by commas: SIZE:STEPS or SIZE:STEPS:BATCH, small images first. SIZE is 64, or "
-            "WIDTHxHEIGHT. A resumed run may add stages."
+            help="Size in pixels of each stage, separated by commas, small images first: 64, or WIDTHxHEIGHT. "
+            "A resumed run may add stages."
         ),
-    ] = "32:5000,64:5000,128:2000",
+    ] = "32,64,128",
+    steps: Annotated[
+        str, typer.Option(help="Training steps of each stage, separated by commas; one number is that of all.")
+    ] = "5000,5000,2000",
     dit: Annotated[str, typer.Option(help="Depth and width: DiT-T, DiT-XS, DiT-S, DiT-B.")] = "DiT-S",
     patch: Annotated[int, typer.Option(min=1, help="Pixels along each side of a token.")] = 1,
     attention: Annotated[str, typer.Option(help="Kind of attention: log-linear or dense.")] = "log-linear",
@@ -55,12 +58,14 @@ def train(
         bool, typer.Option(help="Log-linear: also attend to the means of blocks that are not selected.")
     ] = True,
     reweight: Annotated[bool, typer.Option(help="Log-linear: weight a mean by the number of its tokens.")] = True,
-    order: Annotated[str, typer.Option(help="Curve that orders the tokens.")] = "morton",
+    curve: Annotated[str, typer.Option(help="Curve that orders the tokens.")] = "morton",
     start: Annotated[
         str,
         typer.Option(help="Folder of an earlier run with the initial weights; --dit and --patch must agree."),
     ] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Batch size over all devices, unless --sizes gives one.")] = 64,
+    batch: Annotated[
+        str, typer.Option(help="Batch size over all devices of each stage, or one number for all.")
+    ] = "64",
     at_once: Annotated[int, typer.Option(min=1, help="Largest batch on a device.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-4,
     cool_down: CoolDown = 0.0,
@@ -87,16 +92,17 @@ def train(
     Small images come first: they teach shapes, large images teach detail. You may stop it at any time; the same
     command resumes the run. --out becomes a pipeline folder for generate --model.
 
-    foveate train --sizes 32:5000,64:5000 --compile
+    foveate train --size 32,64 --steps 5000 --compile
 
-    foveate train --data faces --sizes 32:40000:64,128:80000:16 --out faces-128
+    foveate train --data faces --size 32,128 --steps 40000,80000 --batch 64,16 --out faces-128
 
-    foveate train --dit DiT-T --sizes 16:200:16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
+    foveate train --dit DiT-T --size 16 --steps 200 --batch 16 --rate 1e-3 --average 0.99 --device cpu   # a quick test
 
     On several GPUs: accelerate launch --multi_gpu --num_processes 4 -m foveate train ...
     """
-    stages = [read_stage(text, batch) for text in sizes.split(",")]
-    where = training_device(device, *(size for *_, size in stages))
+    stages = read_stages(size, steps, batch)
+    check_writable(out)
+    where = training_device(device, *(largest for *_, largest in stages))
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -117,7 +123,7 @@ def train(
     torch.manual_seed(seed)
     model = PixelDiT(
         **MODELS[dit], patch_size=patch, text_dim=text_encoder.config.d_model if text_encoder else None,
-        attention=attention, order=order, top_k=top_k, block_size=block_size, levels=levels, enrich=enrich,
+        attention=attention, order=curve, top_k=top_k, block_size=block_size, levels=levels, enrich=enrich,
         reweight=reweight,
     )  # fmt: skip
     if start:
@@ -135,13 +141,21 @@ def train(
     print_outcome(done, out)
 
 
-def read_stage(text: str, batch: int) -> tuple[tuple[int, int], int, int]:
-    """(height, width), steps and batch size of "64:5000" or "128x64:2000:16"."""
-    size, *numbers = text.split(":")
-    if len(numbers) not in (1, 2) or not all(re.fullmatch(r"[1-9]\d{0,8}", number) for number in numbers):
-        raise ValueError(f"cannot read the stage {text!r}: write SIZE:STEPS or SIZE:STEPS:BATCH, such as 64:5000:32")
-    steps, batch = (*map(int, numbers), batch)[:2]
-    return read_size(size), steps, batch
+def read_stages(size: str, steps: str, batch: str) -> list[tuple[tuple[int, int], int, int]]:
+    """(height, width), steps and batch size of each stage, from comma-separated lists."""
+    sizes = [read_size(one) for one in size.split(",")]
+    counts = [_one_each("steps", steps, len(sizes)), _one_each("batch", batch, len(sizes))]
+    return list(zip(sizes, *counts, strict=True))
+
+
+def _one_each(name: str, text: str, stages: int) -> list[int]:
+    """A positive number for each stage; a single one is that of all."""
+    given = numbers(text)
+    if min(given) < 1:
+        raise ValueError(f"--{name} {text} has a number below 1: use 1 or more")
+    if len(given) not in (1, stages):
+        raise ValueError(f"--{name} {text} has {len(given)} numbers for {stages} sizes: give one, or one for each")
+    return given * stages if len(given) == 1 else given
 
 
 def _pictures(data: str, seed: int) -> Any:

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from foveate.apps.cli.common import check_writable, read_prompts
+from foveate.apps.cli.methods import read_methods
 from foveate.apps.cli.pictures import Model, Size, Steps, open_at_size, request_of
 from foveate.apps.console import Device, Dtype, Seed, clear_errors, console, progress
-from foveate.methods import read_method
 
 __all__ = ["tune"]
 
@@ -86,7 +86,7 @@ def tune(
     if min_ssim is not None and min_psnr is not None:
         raise ValueError("--min-ssim and --min-psnr are two budgets: give one of them")
     budget = Budget(min_psnr, "psnr") if min_psnr is not None else Budget(0.9 if min_ssim is None else min_ssim)
-    methods, caches = [read_method(text) for text in method or []] or CANDIDATES, CACHES if cache else ()
+    methods, caches = read_methods(method) or CANDIDATES, CACHES if cache else ()
     texts = _prompts(prompts, model, seed)
     check(texts, methods, caches)
     check_writable(out)

@@ -8,11 +8,10 @@ import typer
 from rich.text import Text
 
 from foveate.apps.cli import rag
-from foveate.apps.cli.common import check_writable, open_reader
+from foveate.apps.cli.common import check_writable, free_port, open_reader
 from foveate.apps.cli.methods import method_to_draw
-from foveate.apps.cli.pictures import open_with_lora, remark_on, request_of, settings_of
+from foveate.apps.cli.pictures import lora_of, open_with_lora, remark_on, request_of, settings_of
 from foveate.apps.console import Device, Dtype, clear_errors, console
-from foveate.methods import options_in
 
 __all__ = ["commands", "ui"]
 
@@ -56,6 +55,7 @@ def ui(
     """
     check_writable(out)
     import_module("gradio")  # fails early if packages are missing
+    port = free_port(host, port)  # before anything is loaded
     from foveate.apps.demo.examples import write_examples
     from foveate.apps.web.studio import Studio
     from foveate.apps.web.studio_page import serve
@@ -74,7 +74,9 @@ def ui(
 
 def commands(device: str, dtype: str) -> Any:
     """Functions of the commands for the page, on one device and in one dtype."""
+    from foveate.apps.demo import LORAS
     from foveate.apps.web.studio import Commands
+    from foveate.methods import options_in
 
     return Commands(
         open_model=lambda name, lora: open_with_lora(name, lora, device, dtype),
@@ -85,6 +87,8 @@ def commands(device: str, dtype: str) -> Any:
         settings=settings_of,
         remark=remark_on,
         open_reader=lambda name: open_reader(name, device, dtype),
+        lora=lambda name: lora_of(name)[1],
+        loras=tuple(LORAS),
         recompute=lambda name, fraction, compare: rag.recompute_methods(name, fraction, {}, compare),
     )
 

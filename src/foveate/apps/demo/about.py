@@ -49,7 +49,7 @@ def pixel_model_info() -> dict[str, str]:
         "size": _megabytes(find("pixel")),
         "model": f"{_parameters(weights) / 1e6:.2f} M parameters; a token is a pixel, and attention is log-linear",
         "trained": f"{recipe['minutes']} minutes on {recipe['devices']}: {recipe['pictures']:,} images, "
-        f"--sizes {recipe['sizes']}",
+        f"{recipe['options']}",
         "objects generated": f"{recipe['objects at 128 px']:.1%} of the objects in held-out captions at 128 px",
         "licence": "as above",
     }

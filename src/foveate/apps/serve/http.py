@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from secrets import compare_digest
 from time import perf_counter
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-__all__ = ["api_key", "create_app", "free_port", "overloaded", "until_gone"]
+__all__ = ["api_key", "create_app", "overloaded", "until_gone"]
 
 KEY = "FOVEATE_API_KEY"
 LOOPBACK = "127.0.0.1", "localhost", "::1"
@@ -40,21 +39,6 @@ def api_key(host: str) -> str:
     if not key and host not in LOOPBACK:
         raise ValueError(f"--host {host} lets other machines in: set {KEY} to an API key for them")
     return key
-
-
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free port for 0.
-
-    Raises:
-        ValueError: If the port is not available.
-    """
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-            return server.getsockname()[1]
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {host}, port {port} ({os.strerror(error.errno or 0)}): name another --port"
-        ) from error
 
 
 Health = Callable[[], Awaitable[dict[str, Any]]]

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from PIL import Image, ImageSequence
 
-from foveate.apps.web.report import Comparison, Objects, Variant, comparison_page
+from foveate.apps.web.report import Comparison, Intro, Objects, Variant, comparison_page
 from foveate.diffusers.apply import Handle
 from foveate.methods import LLSA, METHODS, ComposedMethod, HilbertA, ToMA
 from foveate.ops.block_table import BlockTable
@@ -21,11 +21,11 @@ from foveate.pipelines.request import Request, denoiser, draw, fingerprint, fram
 from foveate.pipelines.steps import Call, record_step, time_steps
 from foveate.tuning.similarity import detail_ssim, psnr, ssim
 from foveate.utils.device import versions
-from foveate.utils.files import slug, write_whole
+from foveate.utils.files import CLAIM, claim, slug, write_whole
 from foveate.utils.progress import Track, silent
 from foveate.utils.timing import now
 
-__all__ = ["PAGE", "comparison", "draw_variant", "recommended", "showcase"]
+__all__ = ["PAGE", "comparison", "draw_variant", "recommended", "reserve", "showcase"]
 
 PAGE = "index.html"
 """Name of the page in its folder."""
@@ -58,14 +58,14 @@ def comparison(
     judge: Callable[[Image.Image], Objects] | None = None,
     rounds: int = 3,
     track: Track = silent,
+    intro: Intro | None = None,
 ) -> Comparison:
     """One prompt generated dense and with each method, with times of the denoiser; also a page in `out`.
 
     A notebook displays the result as a row of images.
 
-    The page is rewritten after each image. Images of the same settings that are already in the folder are kept;
-    images of other settings that an older page shows are removed. A video is written as MP4, and as an animated PNG,
-    which keeps the exact pixels.
+    The page is rewritten after each image. Images of the same settings that are already in the folder are kept. A
+    video is written as MP4, and as an animated PNG, which keeps the exact pixels.
 
     Args:
         pipeline: A diffusers pipeline.
@@ -77,20 +77,24 @@ def comparison(
         judge: Counts the requested objects in an image.
         rounds: Timed steps of each variant.
         track: Shows progress.
+        intro: Introduction of the page.
+
+    Raises:
+        ValueError: If no method fits, or the folder is one that `reserve` refuses.
     """
     methods, refused = _supported(pipeline, methods)
     settings = settings or {}
     machine, shown = versions(), list[Comparison]()
     made = {"request": repr(request), "weights": fingerprint(denoiser(pipeline)), "foveate": machine["commit"]}
     files = _files(methods, {**settings, **made})
-    _remove_others(out, files)
-    with_lora = {one.method for one in methods if isinstance(one, Distilled)}
+    reserve(out, pipeline, request, settings)
+    with_lora = [one.method for one in methods if isinstance(one, Distilled)]
     page, variants, ran = out / PAGE, list[Variant](), list[MethodLike | None]()
     notices, waiting = [*filter(None, [notice]), *refused], ["dense", *(method.title for method in methods)]
 
     def write(*, running: bool) -> None:
         told = " ".join(notices), _about_times(methods), waiting, running
-        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told)]
+        shown[:] = [Comparison(request.prompt, variants, settings, machine, *told, intro)]
         write_whole(page, comparison_page(*shown).encode())
 
     try:
@@ -125,6 +129,19 @@ def comparison(
     return shown[0]
 
 
+def reserve(out: Path, pipeline: Any, request: Request, settings: dict[str, str]) -> None:
+    """Reserve a folder for the comparisons of one request with one model.
+
+    Raises:
+        ValueError: If the folder holds those of another request, or files that would be overwritten.
+    """
+    ours = (out / CLAIM).exists()
+    if foreign := [path for path in (out / PAGE, out / "dense.png") if not ours and path.exists()]:
+        raise ValueError(f"{foreign[0]} would be overwritten: name another folder")
+    shared = {name: text for name, text in settings.items() if name != "device"}
+    claim(out, shared | {"request": repr(request), "weights": fingerprint(denoiser(pipeline))})
+
+
 def _files(methods: Sequence[MethodLike], settings: dict[str, str]) -> dict[str, dict[str, str]]:
     """File name and image metadata of each variant, dense first."""
     files: dict[str, dict[str, str]] = {}
@@ -143,15 +160,6 @@ def _read_metadata(path: Path) -> dict[str, str]:
             return {str(name): str(text) for name, text in picture.info.items()}
     except (OSError, Image.DecompressionBombError):
         return {}
-
-
-def _remove_others(out: Path, files: dict[str, dict[str, str]]) -> None:
-    """Remove images and videos of pages with other settings, and no other files."""
-    for path in out.glob("*.png"):
-        told = _read_metadata(path)
-        if told.get("page") == PAGE and not files.get(path.stem, {"": ""}).items() <= told.items():
-            path.unlink()
-            path.with_suffix(".mp4").unlink(missing_ok=True)
 
 
 def _supported(pipeline: Any, methods: Sequence[MethodLike]) -> tuple[list[MethodLike], list[str]]:
@@ -223,8 +231,11 @@ def _drawn(
     about: dict[str, str],
     advance: Callable[[], None],
 ) -> tuple[list[Image.Image], float]:
-    """The frames, and the seconds to generate them; an existing image is read instead."""
-    if told := _read_metadata(path):
+    """The frames, and the seconds to generate them; an existing image of the same settings is read instead."""
+    told = _read_metadata(path)
+    if path.exists() and told.get("page") != PAGE:
+        raise ValueError(f"{path} would be overwritten: name another folder")
+    if told and about.items() <= told.items():
         for _ in range(request.steps):
             advance()
         with Image.open(path) as picture:

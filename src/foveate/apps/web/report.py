@@ -19,6 +19,8 @@ from foveate.plots.figures import BLUE, INK, draw_table, draw_tiles, figure_png,
 
 __all__ = [
     "Comparison",
+    "Intro",
+    "Measured",
     "Objects",
     "Speed",
     "Variant",
@@ -93,6 +95,58 @@ class Variant(NamedTuple):
         return strip([self.frames[i] for i in sorted({round(part * last / 4) for part in range(5)})])
 
 
+class Measured(NamedTuple):
+    """A setting that was measured on a GPU; a row of the table on an introduction.
+
+    Attributes:
+        setting: The setting in words.
+        label: Beginning of the labels of its variants.
+        objects: Fraction of the requested objects in images of the built-in model.
+        small: Time, and speed-up over dense, at the smaller size.
+        large: The same at the larger size; empty if it was not measured.
+        card: The GPU.
+        commit: The commit that was measured.
+        what: What the method does, in one line.
+    """
+
+    setting: str
+    label: str
+    objects: str
+    small: str
+    large: str
+    card: str
+    commit: str
+    what: str = "all tokens attend to all tokens"
+
+
+class Intro(NamedTuple):
+    """What a page says to readers who do not know Foveate; times of this machine then are a footnote.
+
+    Attributes:
+        headline: What Foveate is, in one line.
+        text: A paragraph about it.
+        code: Lines to copy.
+        measured: Rows of the table of speeds.
+        setting: What was measured, in words.
+        columns: Titles of the times; an empty one has no column.
+        link: Address of the page about another kind of model.
+        other: Text of the link.
+    """
+
+    headline: str
+    text: str
+    code: str
+    measured: Sequence[Measured]
+    setting: str
+    columns: tuple[str, str]
+    link: str
+    other: str
+
+    def of(self, label: str) -> Measured | None:
+        """The row of a variant; None if it was not measured."""
+        return next((row for row in self.measured if label.startswith(row.label)), None)
+
+
 class Comparison(NamedTuple):
     """Variants of one image, for `comparison_page`; displayed in a notebook as a row of images.
 
@@ -105,6 +159,7 @@ class Comparison(NamedTuple):
         about_times: Remarks on the times of some variants.
         waiting: Names of the variants that are not generated yet.
         running: Whether the comparison is still running; the page then reloads automatically.
+        intro: What the page says to readers who do not know Foveate; None: nothing.
     """
 
     prompt: str
@@ -115,6 +170,7 @@ class Comparison(NamedTuple):
     about_times: Sequence[str] = ()
     waiting: Sequence[str] = ()
     running: bool = False
+    intro: Intro | None = None
 
     def _repr_html_(self) -> str:
         return render(
@@ -148,7 +204,10 @@ def comparison_page(comparison: Comparison) -> str:
     return render(
         "compare.html.j2",
         comparison=comparison,
-        cards=[(variant, step_speed(variant, dense), verdict(variant, dense)) for variant in variants],
+        cards=[
+            (variant, step_speed(variant, dense), verdict(variant, dense, with_speed=comparison.intro is None))
+            for variant in variants
+        ],
         times_light=draw_times(variants, ink=INK, bar=BLUE),
         times_dark=draw_times(variants, ink="#D5DAE1", bar="#56B4E9"),
     )
@@ -175,13 +234,14 @@ def step_speed(variant: Variant, dense: Variant) -> Speed | None:
     return Speed(factor)
 
 
-def verdict(variant: Variant, dense: Variant) -> str:
+def verdict(variant: Variant, dense: Variant, *, with_speed: bool = True) -> str:
     """One line such as "looks like dense, 1.6\u00d7 faster per step"; empty for dense."""
     if variant.why_dense:
         return f"Stayed dense: {variant.why_dense}"
     if variant.psnr is None or variant.detail is None:
         return ""
-    return ", ".join(filter(None, [_looks(variant, dense), _runs(step_speed(variant, dense))]))
+    speed = step_speed(variant, dense) if with_speed else None
+    return ", ".join(filter(None, [_looks(variant, dense), _runs(speed)]))
 
 
 def _looks(variant: Variant, dense: Variant) -> str:

@@ -12,17 +12,20 @@ from itertools import count, pairwise
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from PIL import Image
 
+from foveate.apps.errors import remedy
 from foveate.apps.web.compare import draw_variant
 from foveate.apps.web.rag import reply_page
 from foveate.apps.web.report import Variant, duration
+from foveate.diffusers.preset import PRESETS, Preset, load
 from foveate.methods import METHODS
 from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.pipelines.image_files import write_picture
-from foveate.pipelines.lora import MethodLike, using
+from foveate.pipelines.lora import ANYWHERE, Distilled, MethodLike, using
 from foveate.pipelines.request import Request, denoiser, makes_video, pixels_per_token
 from foveate.pipelines.steps import Call, record_step, recording
 from foveate.plots.figures import draw_attention, draw_tiles
@@ -42,11 +45,15 @@ __all__ = [
     "Cancelled",
     "Commands",
     "Entry",
+    "FieldError",
     "Form",
+    "MethodOption",
     "QuestionForm",
     "Studio",
     "Tab",
-    "option_help",
+    "options_of",
+    "options_text",
+    "presets",
     "recommended",
     "scores",
 ]
@@ -62,6 +69,27 @@ PROMPT = "Question: {question}\nAnswer:"
 
 class Cancelled(Exception):
     """The user cancelled."""
+
+
+class FieldError(ValueError):
+    """What is wrong with one field of the page.
+
+    Attributes:
+        field: "prompt", "options", or "settings" for model, LoRA, size and the rest.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@contextmanager
+def _field(name: str) -> Iterator[None]:
+    """Context whose errors are those of a field."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise FieldError(remedy(error), name) from error
 
 
 class Form(NamedTuple):
@@ -100,6 +128,8 @@ class Commands(NamedTuple):
         remark: Warns of words that the model does not know, from pipeline, model and prompt; may be empty.
         open_reader: Opens a language model; returns it with its tokenizer.
         recompute: Recompute policies by name, from a name, a fraction and whether to compare with all others.
+        lora: The method of a LoRA by its name or path; None if it names none.
+        loras: Names of LoRAs to choose from.
     """
 
     open_model: Callable[[str, str], tuple[Any, Any]]
@@ -109,6 +139,8 @@ class Commands(NamedTuple):
     remark: Callable[[Any, str, str], str]
     open_reader: Callable[[str], tuple[Any, Any]]
     recompute: Callable[[str, float, bool], dict[str, Any]]
+    lora: Callable[[str], Distilled | None]
+    loras: tuple[str, ...] = ()
 
 
 @dataclass
@@ -197,22 +229,42 @@ class Studio:
             self._model = key, *self.commands.open_model(*key)
         return self._model[1:]
 
+    def distilled(self, lora: str) -> tuple[str, Distilled | None]:
+        """Name of the method that a LoRA was distilled for, and the method; "" and None if there is none to read."""
+        try:
+            found = self.commands.lora(lora.strip()) if lora.strip() else None
+        except (ValueError, ImportError, OSError):
+            found = None
+        return next((name for name, cls in METHODS.items() if found and type(found.method) is cls), ""), found
+
+    def has(self, form: Form) -> bool:
+        """Whether the model and LoRA of a form are in memory."""
+        return self._model is not None and self._model[0] == (form.model.strip(), form.lora.strip())
+
     def check(self, form: Form) -> str:
         """A remark on the form; may be empty. Loads no model: a model that is not loaded is checked on generation.
 
         Raises:
             ValueError: If the form is invalid.
         """
-        if not form.prompt.strip():
-            raise ValueError("write a prompt first")
-        if self._model is None or self._model[0] != (form.model.strip(), form.lora.strip()):
-            if not form.lora.strip():
-                self.commands.method(None, form.method, form.options)
+        _check_prompt(form)
+        if not self.has(form):
+            with _field("settings"):
+                distilled = self.commands.lora(form.lora.strip()) if form.lora.strip() else None
+            with _field("options"):
+                self.commands.method(distilled, form.method, form.options)
+            if self._busy.locked():
+                return "The models are busy; size and options are checked when this one is loaded."
             return "This model is loaded when you generate; its size and options are checked then."
-        _, pipe, distilled = self._model
-        method = self.commands.method(distilled, form.method, form.options)
-        request = self._request(pipe, form)
-        remarks = [f"It stays dense: {why}." for why in _stays_dense(pipe, request, method)]
+        _, pipe, distilled = self._model or ((), None, None)
+        with _field("options"):
+            method = self.commands.method(distilled, form.method, form.options)
+        with _field("settings"):
+            request = self._request(pipe, form, method)
+        with _field("options"):
+            remarks = [f"It stays dense: {why}." for why in _stays_dense(pipe, request, method)]
+        if isinstance(method, Preset) and method.steps not in (None, request.steps):
+            remarks.append(f"The preset was measured at {method.steps} steps, not at {request.steps}.")
         if self._busy.acquire(blocking=False):  # a tokenizer serves one at a time
             try:
                 remarks.insert(0, self.commands.remark(pipe, form.model, form.prompt))
@@ -227,16 +279,18 @@ class Studio:
             ValueError: If the form is invalid.
             Cancelled: If the user cancelled. Finished images are kept.
         """
-        if not form.prompt.strip():
-            raise ValueError("write a prompt first")
+        _check_prompt(form)
         cancelled = tab.cancelled
         track = _stoppable(track, cancelled)
         with self._work(cancelled):
-            pipe, distilled = self.open(form.model, form.lora)
-            method = self.commands.method(distilled, form.method, form.options)
-            request = self._request(pipe, form)
+            with _field("settings"):
+                pipe, distilled = self.open(form.model, form.lora)
+            with _field("options"):
+                method = self.commands.method(distilled, form.method, form.options)
+            with _field("settings"):
+                request = self._request(pipe, form, method)
             if method is not None:
-                with using(pipe, method):  # fails before anything is generated
+                with _field("options"), using(pipe, method):  # fails before anything is generated
                     record_step(pipe, request)
             dense = tab.dense_of(form, request) or self._draw(tab, form, pipe, request, None, None, track)
         yield dense
@@ -314,15 +368,22 @@ class Studio:
             _check(cancelled)
             yield
 
-    def _request(self, pipe: Any, form: Form) -> Request:
+    def _request(self, pipe: Any, form: Form, method: Any) -> Request:
+        """The request of a form; a LoRA and a preset bring the size, a preset the steps, at which they were made."""
+        size = form.size.strip()
+        if not size and (made := getattr(method, "size", None)):
+            size = f"{made[1]}x{made[0]}"
+        steps = _number("steps", form.steps, int, 1, 1000)
+        if steps is None and isinstance(method, Preset):
+            steps = method.steps
         if makes_video(pipe):
             raise ValueError("this page generates images: use foveate generate or foveate compare for a video model")
         return self.commands.request(
             pipe,
             form.model.strip(),
             form.prompt.strip(),
-            form.size.strip() or None,
-            _number("steps", form.steps, int, 1, 1000),
+            size or None,
+            steps,
             _number("guidance", form.guidance, float, 0, 1000),
             _number("seed", form.seed, int, 0, 2**63 - 1) or 0,
         )
@@ -398,17 +459,94 @@ def recommended(method: str) -> str:
     return ""
 
 
-def option_help(method: str) -> list[tuple[str, str, str]]:
-    """Name, default and description of each option of a method, from its docstring."""
-    cls = METHODS.get(re.split(r"\W", method)[0])
-    if cls is None:
+class MethodOption(NamedTuple):
+    """An option of a method as a field of the page.
+
+    Attributes:
+        name: Name of the option.
+        kind: "switch", "whole" or "number" for numbers, "choice" for one of `choices`, and "text" for all others.
+        default: Its default.
+        help: Its description in the docstring.
+        choices: Values to choose from.
+    """
+
+    name: str
+    kind: Literal["switch", "whole", "number", "choice", "text"]
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+def options_of(method: str, distilled: Distilled | None = None) -> list[MethodOption]:
+    """The options of a method, from the fields of its dataclass and its docstring.
+
+    Args:
+        method: Name of a method; others have none.
+        distilled: The method of a LoRA, which fixes all but the layers and steps in which it is active.
+    """
+    if (cls := METHODS.get(method)) is None:
         return []
     texts: dict[str, str] = {}
     for base in cls.__mro__:
         section = (inspect.cleandoc(base.__doc__ or "") + "\n\n").partition("Attributes:\n")[2].partition("\n\n")[0]
         for name, text in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE):
             texts.setdefault(name, re.sub(r"\s+", " ", text).replace("`", ""))
-    return [(option.name, str(option.default), texts.get(option.name, "")) for option in fields(cls)]
+    named, made = recommended(method), distilled.method if distilled else None
+    found = [
+        MethodOption(
+            option.name, kind, getattr(made, option.name, option.default), texts.get(option.name, ""), choices
+        )
+        for option in fields(cls)
+        for kind, choices in [_kind(option.type)]
+        if distilled is None or option.name in ANYWHERE
+    ]
+    return sorted(found, key=lambda option: f"{option.name}=" not in named)
+
+
+def _kind(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """Kind and choices of a field for values of a type."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    choices = [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    if len(parts) == 1:
+        if choices:
+            return "choice", tuple(choices)
+        return {bool: "switch", int: "whole", float: "number"}.get(annotation, "text"), ()
+    if set(parts) == {bool, NoneType}:
+        return "choice", ("none", "true", "false")
+    return "text", tuple(choices)
+
+
+def options_text(options: list[MethodOption], values: tuple[Any, ...]) -> str:
+    """The options that differ from their defaults, as the text of the field of a form."""
+    texts = {option.name: _text(value) for option, value in zip(options, values, strict=True)}
+    return ", ".join(f"{option.name}={texts[option.name]}" for option in options if _differs(option, texts))
+
+
+def _differs(option: MethodOption, texts: dict[str, str]) -> bool:
+    return texts[option.name] not in ("", _text(option.default))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value).strip()
+
+
+def presets(folder: Path = Path("tuned")) -> list[str]:
+    """Names of the presets that come with Foveate, and the files of those that `foveate tune` wrote."""
+    found = [path.stem for path in sorted(PRESETS.glob("*.json"))]
+    for path in sorted(folder.glob("*.json")):
+        try:
+            load(path)
+        except ValueError:  # measurements
+            continue
+        found.append(str(path))
+    return found
+
+
+def _check_prompt(form: Form) -> None:
+    if not form.prompt.strip():
+        raise FieldError("write a prompt first", "prompt")
 
 
 def _number(name: str, text: str, kind: type, least: int, most: int) -> Any:

@@ -14,8 +14,21 @@ import gradio as gr
 from PIL import Image
 
 from foveate.apps.errors import remedy
-from foveate.apps.web.studio import Cancelled, Entry, Form, QuestionForm, Studio, Tab, option_help, recommended, scores
-from foveate.methods import METHODS, RECOMPUTE_POLICIES
+from foveate.apps.web.studio import (
+    Cancelled,
+    Entry,
+    Form,
+    MethodOption,
+    QuestionForm,
+    Studio,
+    Tab,
+    options_of,
+    options_text,
+    presets,
+    recommended,
+    scores,
+)
+from foveate.methods import METHODS, RECOMPUTE_POLICIES, options_in
 from foveate.pipelines.image_files import png
 from foveate.plots.figures import enlarged
 from foveate.utils.files import write_whole
@@ -35,20 +48,39 @@ AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {TAB_ID}"}
 """Event option: pass the id of the tab as the only input."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """Event option: run one event after the other."""
+NONE = "No images yet. *Generate* makes one with the dense model and one with the method, to compare."
 ARIA_NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
     document.querySelectorAll("div.empty[aria-label]").forEach(empty => empty.role = "img");
+    document.querySelectorAll("[data-testid=slider]:not([tabindex])").forEach(line => {
+        Object.assign(line, {tabIndex: 0, role: "slider", ariaLabel: "Line between left and right", ariaValueNow: 50});
+        line.addEventListener("keydown", event => {
+            const step = {ArrowLeft: -10, ArrowRight: 10}[event.key], box = line.getBoundingClientRect();
+            if (!step) return;
+            event.preventDefault();
+            const [x, y] = [box.x + box.width / 2, box.y + box.height / 2], image = line.parentElement.parentElement;
+            const drag = (on, type, x) => on.dispatchEvent(new MouseEvent(
+                type, {bubbles: true, cancelable: true, view: window, clientX: x, clientY: y}));
+            drag(line, "mousedown", x);
+            drag(window, "mousemove", x + step);
+            drag(window, "mouseup", x + step);
+            const area = image.getBoundingClientRect();
+            line.ariaValueNow = Math.round(100 * (x + step - area.x) / area.width);
+        });
+    });
 }).observe(document, {childList: true, subtree: true});
 </script>"""
-"""Names and roles for screen readers that Gradio leaves out."""
+"""Names, roles and keys that Gradio leaves out: the line of an image slider follows the arrow keys."""
 STYLE = """
 .gradio-container { width: 100% !important; max-width: 1280px !important; margin: 0 auto !important; }
 #studio h1 { font-size: 1.4rem; margin: .2em 0; }
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
-.said:empty { border-color: transparent; background: none; }
+#said-prompt:has(.said:empty), #said-options:has(.said:empty), #said:has(.said:empty) { display: none; }
+#scores { min-height: 5em; }
+#scores table { overflow-wrap: anywhere; }
 body.dark, .dark { --color-accent: #6dbdf0 !important; }
 #scores { overflow: visible !important; }
 #scores table { width: 100%; }
@@ -140,51 +172,61 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             prompt = gr.Textbox("a red apple above a blue car", label="Prompt", lines=2)
+            said_prompt = gr.HTML(_say(""), elem_id="said-prompt", padding=False)
+            distilled_for = studio.distilled(lora)[0]
+            first = distilled_for or FIRST
             method = gr.Dropdown(
-                ["dense", *METHODS, TOGETHER], value=FIRST, label="Method", allow_custom_value=True,
-                info="With a LoRA, the method that it was distilled for.",
+                _methods(), value=first, label="Method", allow_custom_value=True,
+                info="Several at once: hilberta:tiles=4+toma. A preset of foveate tune brings its options.",
             )  # fmt: skip
-            options = gr.Textbox(
-                recommended(FIRST), label="Options", info="NAME=VALUE, separated by commas. Empty: the defaults."
-            )
-            with gr.Accordion("What the options mean", open=False):
-                meaning = gr.Markdown(_meaning(FIRST))
+            lora_field = gr.Dropdown(
+                ["", *studio.commands.loras], value=lora, label="LoRA", allow_custom_value=True,
+                info="Weights that were distilled for one method, which is chosen with it: built-in for the built-in "
+                "model, or a file, folder or hub id. Empty: none.",
+            )  # fmt: skip
+            options = gr.Textbox("" if distilled_for else recommended(FIRST), visible=False)
+
+            @gr.render([method, lora_field], show_progress="hidden")
+            def option_fields(name: str, lora: str) -> None:  # pyright: ignore[reportUnusedFunction]
+                _options(options_of(name, studio.distilled(lora)[1]), name, lora, options)
+
+            said_options = gr.HTML(_say(""), elem_id="said-options", padding=False)
             with gr.Accordion("Model, size, steps", open=False):
                 model_field = gr.Textbox(
                     model, label="Model", info="Hub id or folder, or built-in-pixel. Empty: the built-in model."
                 )
-                lora_field = gr.Textbox(
-                    lora,
-                    label="LoRA",
-                    info="File, folder or hub id, or built-in or built-in-16 for the built-in model's. Empty: none.",
-                )
-                size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.")
-                steps = gr.Textbox(label="Steps", info="Empty: the default.")
-                guidance = gr.Textbox(label="Guidance", info="Empty: the pipeline's.")
-                seed = gr.Textbox("0", label="Seed", info="The same seed gives the same image.")
-            said = gr.HTML(_say(""), elem_id="said")
+                with gr.Row():
+                    guidance = gr.Textbox(label="Guidance", info="Empty: the pipeline's.", min_width=130)
+                    seed = gr.Textbox("0", label="Seed", info="The same seed, the same image.", min_width=130)
+                with gr.Row():
+                    size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.", min_width=130)
+                    steps = gr.Textbox(label="Steps", info="Empty: the default.", min_width=130)
+            said = gr.HTML(_say(""), elem_id="said", padding=False)
             with gr.Row():
                 draw = gr.Button("Generate", variant="primary", elem_id="draw")
                 cancel = gr.Button("Cancel", elem_id="cancel")
         with gr.Column(scale=3, min_width=300):
-            slider = gr.ImageSlider(label="Left and right: drag the line", elem_id="slider", max_height=640)
-            line = gr.Slider(0, 100, 50, step=1, label="Position of the line", elem_id="line")
-            with gr.Row():
+            slider = gr.ImageSlider(
+                label="Drag the line, or use the arrow keys", elem_id="slider", max_height=640,
+                visible=False,
+            )  # fmt: skip
+            with gr.Row(visible=False) as pair:
                 left = gr.Dropdown([], label="Left", elem_id="left", min_width=120)
                 right = gr.Dropdown([], label="Right", elem_id="right", min_width=120)
-            numbers = gr.Markdown("No images yet.", elem_id="scores")
+            numbers = gr.Markdown(NONE, elem_id="scores")
             gallery = gr.Gallery(
                 label="History", columns=6, fit_columns=False, height=190,
                 allow_preview=False, elem_id="history", format="png",
-                buttons=["download_all"],
+                buttons=["download_all"], visible=False,
             )  # fmt: skip
             saved = gr.File(
                 label="Left and right, with their settings inside",
                 file_count="multiple",
                 elem_id="saved",
                 interactive=False,
+                visible=False,
             )
-    with gr.Accordion("Where a token attends", open=False, elem_id="inside"):
+    with gr.Accordion("Where a token attends", open=False, elem_id="inside", visible=False) as inside:
         with gr.Row():
             layer = gr.Number(0, label="Attention layer", precision=0, min_width=90)
             row = gr.Number(0, label="Row of the token", precision=0, min_width=90)
@@ -196,52 +238,66 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 interactive=False, elem_id="tiles", buttons=[], min_width=300,
             )  # fmt: skip
             lit = gr.ImageSlider(
-                label="Attention: left and right", elem_id="attention", min_width=300, max_height=640
+                label="Attention: left and right", elem_id="attention", min_width=300, max_height=640, visible=False
             )  # fmt: skip
 
     fields = [prompt, method, options, model_field, lora_field, size, steps, guidance, seed]
-    shown = [left, right, slider, numbers, gallery, saved, tiles]
+    shown = [left, right, slider, numbers, gallery, saved, tiles, pair, inside]
+    said_all = [said, said_prompt, said_options]
 
     def form(values: Sequence[Any]) -> Form:
         return Form(*(value or "" for value in values))._replace(method=values[1] or "dense")
 
-    def check(*values: Any) -> str:
-        return _trying(lambda: studio.check(form(values)))
+    def check(*values: Any) -> tuple[str, str, str]:
+        try:
+            return _beside(studio.check(form(values)), "good")
+        except Exception as error:
+            return _refused(error)
 
     def show(tab: Tab, left: int | None, right: int | None) -> tuple[Any, ...]:
         first, second = tab.entry(left), tab.entry(right)
         choices = [(entry.title, entry.number) for entry in tab.history]
         if first is None or second is None:
-            none = gr.update(choices=[], value=None)
-            return none, none, None, "No images yet.", [], None, None
+            none, hidden = gr.update(choices=[], value=None), gr.update(visible=False)
+            return none, none, hidden, NONE, hidden, hidden, None, hidden, hidden
         names = [(str(entry.path), entry.title) for entry in tab.history]
         same = first.image.size == second.image.size
         pair = (first.image, second.image if same else second.image.resize(first.image.size))
         return (
             gr.update(choices=choices, value=first.number),
             gr.update(choices=choices, value=second.number),
-            tuple(file_of(enlarged(picture, 512), folder) for picture in pair),
+            gr.update(value=tuple(file_of(enlarged(picture, 512), folder) for picture in pair), visible=True),
             _table(first, second),
-            names,
-            [*dict.fromkeys((str(first.path), str(second.path)))],
+            gr.update(value=names, visible=True),
+            gr.update(value=[*dict.fromkeys((str(first.path), str(second.path)))], visible=True),
             file_of(second.tiles, folder),
+            gr.update(visible=True),
+            gr.update(visible=True),
         )
 
     def begin(key: str, *values: Any, progress: Any = gr.Progress()) -> Iterator[tuple[Any, ...]]:  # noqa: B008
         tab = studio.tabs[key]
         drawn: list[Entry] = []
+        yield (
+            *_beside("Generating." if studio.has(form(values)) else "Loading the model."),
+            *[gr.skip()] * len(shown),
+        )
         try:
             for entry in studio.draw(tab, form(values), _bar(progress)):
                 drawn.append(entry)
-                told = _say(f"{entry.variant.label} is done.", "good")
-                yield (told, *show(tab, drawn[0].number, entry.number))
+                told = _beside(f"{entry.variant.label} is done.", "good")
+                yield (*told, *show(tab, drawn[0].number, entry.number))
         except Exception as error:
             last = drawn[-1].number if drawn else None
-            yield (_say(_explain(error), "wrong"), *show(tab, drawn[0].number if drawn else None, last))
+            yield (*_refused(error), *show(tab, drawn[0].number if drawn else None, last))
 
     def restore(key: str, *values: Any) -> tuple[Any, ...]:
         tab = studio.tabs[key]
-        return (check(*values), *show(tab, tab.history[-2].number if len(tab.history) > 1 else None, None))
+        return (
+            *check(*values),
+            gr.update(choices=_methods()),
+            *show(tab, tab.history[-2].number if len(tab.history) > 1 else None, None),
+        )
 
     def again(key: str, left: int | None, right: int | None) -> tuple[Any, ...]:
         return show(studio.tabs[key], left, right)
@@ -262,7 +318,8 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
             return f"Attention of token {token[0]}, {token[1]} in {studio.layers(second)[int(layer or 0)]}."
 
         told = _trying(light)
-        return told, tuple(file_of(enlarged(picture, 512), folder) for picture in pictures) or None
+        lit = tuple(file_of(enlarged(picture, 512), folder) for picture in pictures) or None
+        return told, gr.update(value=lit, visible=lit is not None)
 
     def click(key: str, left: int, right: int, layer: int, event: gr.SelectData) -> tuple[Any, ...]:
         entry = studio.tabs[key].entry(right)
@@ -273,22 +330,73 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         row, column = studio.token_at(entry, x / width, y / height)
         return (*attend(key, left, right, layer, row, column), row, column)
 
+    def choose_method(name: str, lora: str) -> tuple[str, Any]:
+        fits = name == studio.distilled(lora)[0]
+        return "" if fits else recommended(name), lora if fits else ""
+
+    def choose_lora(lora: str, name: str) -> tuple[str, str]:
+        made_for, _ = studio.distilled(lora)
+        return (made_for, "") if made_for else (name, recommended(name))
+
     changes = [field.change for field in fields]  # one event, so that the message is about the last change
-    gr.on(changes, check, fields, said, show_progress="hidden", queue=False, trigger_mode="always_last")
-    method.input(lambda name: (recommended(name), _meaning(name)), method, [options, meaning], queue=False)
-    starts = [draw.click, prompt.submit, options.submit]
-    _long(
-        studio, key, starts, cancel, begin, fields, [said, *shown], "What was finished is in the history.", on=slider
-    )
+    gr.on(changes, check, fields, said_all, show_progress="hidden", queue=False, trigger_mode="always_last")
+    method.input(choose_method, [method, lora_field], [options, lora_field], queue=False, show_progress="hidden")
+    lora_field.input(choose_lora, [lora_field, method], [method, options], queue=False, show_progress="hidden")
+    starts = [draw.click, prompt.submit]
+    _long(studio, key, starts, cancel, begin, fields, [*said_all, *shown], on=numbers)
     gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden", **AS_TAB)
-    line.input(
-        lambda place: gr.update(slider_position=place), line, slider, queue=False, show_progress="hidden",
-        trigger_mode="always_last",
-    )  # fmt: skip
     gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden", **AS_TAB)
     look.click(attend, [key, left, right, layer, row, column], [said, lit], **AT_A_TIME, **AS_TAB)
     tiles.select(click, [key, left, right, layer], [said, lit, row, column], **AT_A_TIME, **AS_TAB)
-    page.load(restore, [key, *fields], [said, *shown], queue=False, **AS_TAB)
+    page.load(restore, [key, *fields], [*said_all, method, *shown], queue=False, **AS_TAB)
+
+
+def _methods() -> list[str]:
+    """Methods, several together, and presets to choose from."""
+    return ["dense", *METHODS, TOGETHER, *presets()]
+
+
+def _options(found: list[MethodOption], name: str, lora: str, text: gr.Textbox) -> None:
+    """Fields for the options of a method, the recommended ones first; they fill the text of the form."""
+    given = {} if lora else options_in(recommended(name))
+    if not found:
+        gr.Markdown("The dense model has no options." if name == "dense" else "The options are part of this method.")
+        return
+    fields = [_option(option, given.get(option.name, option.default)) for option in found if option.name in given]
+    with gr.Accordion("More options" if fields else "Options: layers and steps", open=False):
+        fields += [_option(option, option.default) for option in found if option.name not in given]
+    gr.on(
+        [field.change for field in fields], lambda *values: options_text(found, values), fields, text, queue=False,
+        show_progress="hidden", trigger_mode="always_last",
+    )  # fmt: skip
+
+
+def _option(option: MethodOption, value: Any) -> Any:
+    """A switch, a number, a choice or a text for an option."""
+    about: dict[str, Any] = {"label": option.name, "info": option.help, "interactive": True}
+    if option.kind == "switch":
+        return gr.Checkbox(value, **about)
+    if option.kind in ("whole", "number"):
+        return gr.Number(float(value), precision=0 if option.kind == "whole" else None, step=1, **about)
+    text = "none" if value is None and option.choices else "" if value is None else str(value)
+    if option.choices:
+        return gr.Dropdown(
+            [*dict.fromkeys([*option.choices, text])], value=text, allow_custom_value=option.kind == "text", **about
+        )
+    return gr.Textbox(text.lower() if isinstance(value, bool) else text, **about)
+
+
+def _beside(message: str, kind: str = "", field: str = "settings") -> tuple[str, str, str]:
+    """A message beside its field; the other places of messages are empty."""
+    texts = {"settings": "", "prompt": "", "options": ""} | {field: message}
+    return _say(texts["settings"], kind), _say(texts["prompt"], kind), _say(texts["options"], kind)
+
+
+def _refused(error: Exception) -> tuple[str, str, str]:
+    """Message of an error, beside the field that caused it."""
+    return _beside(
+        _explain(error), "" if isinstance(error, Cancelled) else "wrong", getattr(error, "field", "settings")
+    )
 
 
 def file_of(picture: Image.Image, folder: Path) -> str:
@@ -304,19 +412,6 @@ def _table(left: Entry, right: Entry) -> str:
     lines = [f"| | {left.title} | {right.title} |", "|---|---|---|"]
     lines += [f"| {name} | {first} | {second} |" for name, first, second in scores(left, right)]
     return "\n".join(lines)
-
-
-def _meaning(method: str) -> str:
-    rows = option_help(method)
-    if not rows:
-        return "The dense model has no options."
-    return "\n".join(
-        [
-            "| option | default | |",
-            "|---|---|---|",
-            *(f"| {' | '.join(cell.replace('|', '/') for cell in r)} |" for r in rows),
-        ]
-    )
 
 
 # --- documents -------------------------------------------------------------------------------------------------------
@@ -359,7 +454,7 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
 
     fields = [folder, question, model, method, recompute, compare]
     starts = [ask.click, question.submit]
-    _long(studio, key, starts, cancel, begin, fields, [said, page], "Passages that were encoded are kept.", on=page)
+    _long(studio, key, starts, cancel, begin, fields, [said, page], on=page)
 
 
 def _framed(page: str) -> str:
@@ -372,7 +467,7 @@ def _framed(page: str) -> str:
 
 def _long(
     studio: Studio, key: gr.Textbox, starts: list[Any], cancel: gr.Button, begin: Callable[..., Any],
-    fields: list[Any], outputs: list[Any], kept: str, *, on: Any,
+    fields: list[Any], outputs: list[Any], *, on: Any,
 ) -> None:  # fmt: skip
     """Connect events to a long function with a progress bar on a component, and a button to cancel it.
 
@@ -381,12 +476,12 @@ def _long(
 
     def stop(key: str) -> str:
         studio.tabs[key].cancelled.set()
-        return _say(f"Cancelled. {kept}")
+        return _say("Stopping at the next step.")
 
-    running = gr.on(starts, lambda key: studio.tabs[key].begin(), key, None, queue=False, **AS_TAB_ALONE).then(
+    gr.on(starts, lambda key: studio.tabs[key].begin(), key, None, queue=False, **AS_TAB_ALONE).then(
         begin, [key, *fields], outputs, show_progress_on=on, **AT_A_TIME, **AS_TAB
     )
-    cancel.click(stop, key, outputs[0], cancels=running, queue=False, **AS_TAB_ALONE)
+    cancel.click(stop, key, outputs[0], queue=False, **AS_TAB_ALONE)  # the work ends itself, and says so
 
 
 def _bar(progress: Any) -> Track:
@@ -417,13 +512,13 @@ def _trying(action: Callable[[], str]) -> str:
     try:
         return _say(action(), "good")
     except Exception as error:
-        return _say(_explain(error), "wrong")
+        return _say(_explain(error), "" if isinstance(error, Cancelled) else "wrong")
 
 
 def _explain(error: Exception) -> str:
     """Message of an error. Unexpected errors are also logged with their traceback."""
     if isinstance(error, Cancelled):
-        return "Cancelled. What was finished is in the history."
+        return "Cancelled. What was finished is kept."
     if message := remedy(error):
         return message
     log.error("the page met an error", exc_info=error)
