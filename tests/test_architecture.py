@@ -150,10 +150,21 @@ def test_ops_reach_kernels_through_the_dispatcher_only():
 
 
 def test_importing_foveate_is_light():
-    heavy = "triton", "diffusers", "transformers", "matplotlib", "skimage", "PIL", "typer", "rich"
+    heavy = "torch", "triton", "diffusers", "transformers", "matplotlib", "skimage", "PIL", "typer", "rich"
     script = f"import foveate, sys; print([name for name in {heavy} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_names_and_rooms_are_there_when_they_are_used():
+    script = """
+import foveate
+assert foveate.methods.ToDo().factor == 2
+assert set(foveate.__all__) == {*sum(foveate.MODULES.values(), ()), "__version__"}
+assert all(getattr(foveate, name) for name in foveate.__all__)
+assert not hasattr(foveate, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_kernels_and_picks_are_timed_without_the_libraries_of_models():

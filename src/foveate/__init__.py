@@ -7,6 +7,7 @@ Examples:
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,4 +55,6 @@ def __getattr__(name: str) -> Any:
         if name in names:
             globals()[name] = value = getattr(import_module(f"foveate.{module}"), name)
             return value
+    if not name.startswith("_") and find_spec(f"foveate.{name}"):  # a room, such as foveate.methods
+        return import_module(f"foveate.{name}")
     raise AttributeError(f"module 'foveate' has no attribute {name!r}")

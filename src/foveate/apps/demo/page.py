@@ -44,7 +44,7 @@ ABOUT = (
     "Image and video models spend much of their time on attention between all pairs of tokens, the more the larger "
     "the image. One line adds a published method that skips most of these pairs or merges similar tokens. Another "
     "line removes it and restores the model bit for bit. It works with the models of diffusers, such as FLUX, "
-    "Qwen-Image, Wan and SDXL; two of the three methods here need no training."
+    "Qwen-Image, Wan and SDXL; ToMA and LLSA need no training."
 )
 CODE = """pip install -e ".[diffusers]"            # in a clone
 
