@@ -82,7 +82,7 @@ def test_lost_labels_are_told_with_their_counts():
         {"text": "word1 more", "label": "rare"}
     ]
     Path("pool.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    some = ["--blocks", 2, "--size", 2, "--label", "label"]
+    some = ["--blocks", 2, "--block-size", 2, "--label", "label"]
     for _ in range(2):  # the second time the blocks are read
         told = " ".join(run(*some).output.split())
         assert "no block has an example of 1 of 2 labels: 'rare' (2 in the pool); use --balance" in told
@@ -100,7 +100,7 @@ def test_bad_examples_are_skipped_and_listed_and_ids_are_those_of_the_file(given
     pool = np.load("pool.npy")
     pool[9] = np.nan
     np.save("pool.npy", pool)
-    some = ["--blocks", 4, "--size", 3, "--label", "label", *(["--embeddings", "pool.npy"] if given else [])]
+    some = ["--blocks", 4, "--block-size", 3, "--label", "label", *(["--embeddings", "pool.npy"] if given else [])]
     assert run(*some).exit_code == 2
     result = run(*some, "--skip-bad")
     assert result.exit_code == 0, result.output

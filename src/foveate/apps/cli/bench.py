@@ -58,7 +58,7 @@ def step(
         bool, typer.Option("--cuda-graphs", help='Compile the repeated blocks with mode="reduce-overhead".')
     ] = False,
     text_tokens: StepText = None,
-    layers: Annotated[
+    num_layers: Annotated[
         int | None,
         typer.Option(min=1, help="Blocks to build of minimax-h3; times are scaled to all. Default: as many as fit."),
     ] = None,
@@ -92,7 +92,7 @@ def step(
     if method and not methods:
         raise ValueError("dense is always timed: name a method to compare it with")
     check_writable(out)
-    how: dict[str, Any] = {"layers": layers, "compile": compile, "cuda_graphs": cuda_graphs}
+    how: dict[str, Any] = {"layers": num_layers, "compile": compile, "cuda_graphs": cuda_graphs}
     setup = Setup.of(model, methods=methods, text=text_tokens, device=device, dtype=dtype, **how)
     kind = "graphs" if cuda_graphs else "compiled" if compile else "eager"
     grids = [setup.grid(one, frames) for one in sizes] or [(64, 64)]

@@ -35,7 +35,8 @@ class ProgressiveResolution:
 
     Examples:
         >>> generate = ProgressiveResolution(factor=2, until=0.4)
-        >>> image = generate(pipe, prompt="a lighthouse", height=1024, width=1024, num_inference_steps=28).images[0]
+        >>> def lighthouse(pipe):
+        ...     return generate(pipe, prompt="a lighthouse", height=1024, width=1024, num_inference_steps=28).images[0]
 
     Attributes:
         factor: Full side divided by the side in the first steps, 1 or more. The smaller sides are rounded to what the
