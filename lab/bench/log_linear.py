@@ -301,12 +301,15 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
         options.reweight, options.exclude_selected, options.full, options.scale,
     )  # fmt: skip
     out = empty_like(q)
-    attend = partial(forward, q, keys, out, None)
+
+    def attend() -> tuple[Tensor, Tensor]:
+        return out, forward(q, keys, out, None)
+
     pooling = partial(pool, [*qkv], None, block, levels)
     calls: dict[str, Callable[[], object]] = {"pooling": pooling, "selection": pick, "attention": attend}
     if not backward:
         return calls
-    lse = attend()
+    _, lse = attend()
     queries = partial(backward_queries, q, keys, out, lse, q, None)
     _, *numbers = queries()
     listed = list_readers(keys)
