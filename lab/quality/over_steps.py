@@ -52,7 +52,7 @@ OTHER_CAPTIONS = 1000  # seed of the captions that the chosen settings are judge
 
 
 class Setting(NamedTuple):
-    """What generates: a method, resolution over steps, both, or neither, which is dense."""
+    """A setting to measure: a method, resolution over steps, both, or neither (dense)."""
 
     kind: str
     method: Method | ComposedMethod | None = None
@@ -141,7 +141,7 @@ def measured(
     known: Path,
     track: Track,
 ) -> dict[str, dict[str, Any]]:
-    """PSNR, objects and seconds of dense and of each setting; what the file `known` tells is not measured again."""
+    """PSNR, objects and seconds of dense and of each setting; results in the file `known` are reused."""
     video = makes_video(pipe)
     source = moving_scenes if video else scenes
     wanted: list[Any] = list(islice(source(request.seed, evaluation=True), count))
@@ -184,7 +184,7 @@ def generate(pipe: Any, setting: Setting, batches: Sequence[Sequence[Request]]) 
 
 
 def choose(settings: Sequence[Setting], tried: dict[str, dict[str, Any]]) -> dict[str, Setting]:
-    """The settings to judge, by what they were chosen for."""
+    """Settings to compare, by the reason for which each was chosen."""
 
     def fastest(kind: str, enough: Callable[[dict[str, Any]], bool]) -> Setting | None:
         near = [one for one in settings if one.kind == kind and enough(tried[one.title])]

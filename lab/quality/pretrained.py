@@ -141,7 +141,7 @@ def _measures(logits: Tensor, full: Tensor, answer: Tensor, rows: int, seconds: 
 def run(
     encoder: ChunkEncoder, path: Path, paragraphs: list[str], texts: int, names: list[str], tokens: int, track: Track
 ) -> None:
-    """Append what is missing to the lines of a file: one for each text and method."""
+    """Measure what the file does not have yet, and append one line of JSON for each text and method."""
     done = {(line["text"], line["method"]) for line in read(path)}
     advance = track(path.stem, texts)
     length = partial(_length, encoder)

@@ -85,7 +85,7 @@ def draw_text(number: int, paragraphs: list[str], tokens: int, chunk: int, lengt
 
     Args:
         number: Seed of the draw.
-        paragraphs: Text between the facts.
+        paragraphs: Running text into which the facts are put.
         tokens: Length of the text, in tokens.
         chunk: Length of a chunk, in tokens; the last sentence may exceed it.
         length: Number of tokens of a text.

@@ -118,7 +118,7 @@ class LayerPlan:
         return self.tokens if context is None else local_tokens(self.streams, context)
 
     def fits(self, queries: int, keys: int) -> bool:
-        """Whether it is for a call with so many queries and keys."""
+        """Whether the plan was made for this number of queries and keys."""
         alone = 0 if self.keys is None else self.keys.tokens
         return queries == self.local_tokens and keys == queries + alone
 

@@ -108,7 +108,7 @@ def visible(
     window: int | None,
     last: Int[Tensor, "*batch chosen"] | None = None,
 ) -> Bool[Tensor, "*batch chosen end"]:
-    """Mask of the keys visible to each row, among the first `end` keys: up to `last`, or its own."""
+    """Causal mask of the first `end` keys: each row sees the keys up to its own, or up to `last` if given."""
     keys = torch.arange(end, device=rows.device)
     mask = keys <= (rows if last is None else last)[..., None]
     return mask if window is None else mask & (rows[..., None] - keys < window)

@@ -55,7 +55,7 @@ class RowPass:
         norm: Norm of the collected attention over the tokens.
         last: Layer at which the pass ends, before attention. None runs all layers.
         causal: Whether the tokens are all rows of the cache, in order.
-        seen: Last row that each token sees, if tokens of an image see all of it. None is its own row.
+        seen: Last row visible to each token, if tokens of an image attend to all of it. None is its own row.
         received: Collected attention of each row, [contexts, rows] for each scoring layer.
     """
 
@@ -113,7 +113,7 @@ def row_model(model: Any) -> Any:
     copy = deepcopy(model, weights)  # tensors in the memo are not copied
     decoder = copy.get_decoder()
     decoder.config._attn_implementation = ROW_ATTENTION
-    if decoder is not copy.model:  # a model that sees
+    if decoder is not copy.model:  # a vision-language model
         decoder.forward = partial(_decode, decoder.forward)
     copy.model.forward = partial(_forward, copy.model.forward)
     copy._optimize_model_for_decode = nullcontext  # would change how experts compute while other threads run them

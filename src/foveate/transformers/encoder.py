@@ -47,7 +47,7 @@ class ChunkEncoder(LanguageModel):
         """Caches of the documents. All documents are checked before the first is encoded.
 
         Args:
-            texts: Documents: a text, token ids, or, for a model that sees, a list of texts and images (PIL).
+            texts: Documents: a text, token ids, or, for a vision-language model, a list of texts and images (PIL).
 
         Raises:
             ValueError: If a document is empty, longer than the model's context, or overflows the model's dtype, or it

@@ -142,7 +142,7 @@ class ChunkIndex:
         cannot take.
 
         Args:
-            documents: Texts by name, and, for a model that sees, contents of image files.
+            documents: Texts by name, and, for a vision-language model, contents of image files.
             max_tokens: Largest number of tokens in a passage. 0 keeps documents whole; None is 512, or a quarter of
                 the model's context if smaller.
             eight_bit: Whether to store keys and values as 8-bit integers.

@@ -79,7 +79,7 @@ FAMILIES = (
     GptOssConfig, Olmo2Config, Olmo3Config, SmolLM3Config, GraniteConfig, GlmConfig, Glm4Config, CohereConfig,
     Cohere2Config,
 )  # fmt: skip
-SEEING = Qwen2_5_VLConfig, Qwen3VLConfig, Gemma3Config, SmolVLMConfig, Idefics3Config, LlavaOnevisionConfig
+VISION_LANGUAGE = Qwen2_5_VLConfig, Qwen3VLConfig, Gemma3Config, SmolVLMConfig, Idefics3Config, LlavaOnevisionConfig
 """Families whose chunks may hold images. Their text models are of `FAMILIES`, or these:"""
 SEEING_TEXT = Qwen2_5_VLTextConfig, Qwen3VLTextConfig
 PARTIAL = Phi3Config, GlmConfig, Glm4Config
@@ -132,7 +132,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        kind = AutoModelForImageTextToText if type(config) in SEEING else AutoModelForCausalLM
+        kind = AutoModelForImageTextToText if type(config) in VISION_LANGUAGE else AutoModelForCausalLM
         loaded: Any = kind.from_pretrained(source, dtype=precision, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _unloadable(model, error) from error
@@ -150,7 +150,7 @@ def _unloadable(model: str | Path, error: Exception) -> ValueError:
 
 
 def reads_images(model: str | Path) -> bool:
-    """Whether a model sees, and the extra `vision` is installed. Reads no more than the model's config.
+    """Whether a model reads images, and the extra `vision` is installed. Reads no more than the model's config.
 
     Raises:
         ValueError: If the config cannot be loaded.
@@ -159,13 +159,13 @@ def reads_images(model: str | Path) -> bool:
     if options or not (find_spec("torchvision") and find_spec("PIL")):
         return False
     try:
-        return type(AutoConfig.from_pretrained(source)) in SEEING
+        return type(AutoConfig.from_pretrained(source)) in VISION_LANGUAGE
     except (OSError, ValueError, KeyError) as error:
         raise _unloadable(model, error) from error
 
 
 def load_processor(model: str | Path) -> Any:
-    """Load the processor of a model that sees.
+    """Load the processor (tokenizer and image processor) of a vision-language model.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -254,8 +254,8 @@ def _rope(text: Any) -> dict[str, Any]:
 
 def _check_family(config: Any) -> None:
     text = config.get_text_config()
-    if type(config) not in (*FAMILIES, *SEEING) or type(text) not in (*FAMILIES, *SEEING_TEXT):
-        *names, last = (kind.__name__.removesuffix("Config") for kind in (*FAMILIES, *SEEING))
+    if type(config) not in (*FAMILIES, *VISION_LANGUAGE) or type(text) not in (*FAMILIES, *SEEING_TEXT):
+        *names, last = (kind.__name__.removesuffix("Config") for kind in (*FAMILIES, *VISION_LANGUAGE))
         reason = "other models are not tested" if _rope(text) else "it has no rotary positions to move keys by"
         raise ValueError(
             f"cached chunks work with {', '.join(names)} and {last}, not {type(config).__name__}: {reason}"
@@ -278,7 +278,7 @@ def check_model(model: PreTrainedModel) -> None:
     """
     config: Any = model.config
     _check_family(config)
-    seeing = type(config) in SEEING
+    seeing = type(config) in VISION_LANGUAGE
     expected: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seeing else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     if hasattr(model, "_orig_mod"):
         raise ValueError("the model is compiled, and its layers cannot attend by rows: pass it without torch.compile")
@@ -404,8 +404,8 @@ class LanguageModel:
         return min(512, self.max_tokens // 4)
 
     @property
-    def sees(self) -> bool:
-        """Whether documents may hold images: the model sees, and came with its processor."""
+    def takes_images(self) -> bool:
+        """Whether documents may hold images: it is a vision-language model and came with its processor."""
         return self._images is not None
 
     def fill(self, template: str, texts: Mapping[str, str] | None = None) -> list[int]:
@@ -472,9 +472,9 @@ class LanguageModel:
     def _prepared(self, image: Any) -> PreparedImage:
         if self._images is not None:
             return self._images.prepare(image)
-        if type(self.model.config) in SEEING:
+        if type(self.model.config) in VISION_LANGUAGE:
             raise ValueError(f"the model was given without what prepares images: {IMAGES_NEED}")
-        raise ValueError(f"{self.name} reads no images: leave them out, or load a model that sees")
+        raise ValueError(f"{self.name} reads no images: leave them out, or load a vision-language model")
 
     def with_features(self, document: "ReadDocument") -> Tokens:
         """Tokens with the features of the document's images, which this computes, at positions from 0."""
@@ -567,7 +567,7 @@ class LanguageModel:
             ValueError: If a text may become too long for the model, or an option is not supported.
         """
         longest = max(map(len, texts))
-        if kept is None and self.sees and any((ids == image_token(self.model.config)).any() for ids in texts):
+        if kept is None and self.takes_images and any((ids == image_token(self.model.config)).any() for ids in texts):
             raise ValueError("texts with images need their cache: patch a context with FullPrefill")
         self.check_length(longest + max_new_tokens, "context, prompt and answer", "compose fewer chunks")
         self._check(options, cached=kept is not None, several=len(texts) > 1)

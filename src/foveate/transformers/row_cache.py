@@ -262,7 +262,7 @@ class RowCache(Cache):
             return _Batch(ids, at, positions, counted)
         image = [pad(each, (0, longest - len(each)), value=-1) for each in joined.image.split(list(map(len, texts)))]
         seen = None
-        if self.model.config.model_type == "gemma3":  # tokens of an image see all of it
+        if self.model.config.model_type == "gemma3":  # tokens of an image attend to all of it
             seen = at.clone()
             for mine, whole, some in zip(seen, wholes or texts, rows, strict=True):
                 of_whole = some < len(whole)  # the others are of the prompt
@@ -336,7 +336,7 @@ class _Images(NamedTuple):
     Attributes:
         image: Row of the features of each token; -1 for text.
         features: See `Tokens`.
-        seen: Last row that each token sees, if tokens of an image see all of it, as in Gemma 3.
+        seen: Last row visible to each token, if tokens of an image attend to all of it, as in Gemma 3.
     """
 
     image: Int[Tensor, "batch tokens"]

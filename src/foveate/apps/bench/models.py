@@ -108,7 +108,7 @@ def random_model(make: Callable[[], nn.Module], device: torch.device, dtype: tor
 
 
 def weight_bytes(make: Callable[[], nn.Module], dtype: torch.dtype) -> int:
-    """Memory of the weights of the model of `make`, which is not made."""
+    """Bytes of the weights of the model that `make` builds, without building it."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in make().parameters()) * dtype.itemsize
 
@@ -153,7 +153,7 @@ def _sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLPipeline
 
 
 def _minimax_h3(device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """The blocks that denoise; `ACTIVATIONS` of the memory is left free."""
+    """Denoising blocks of MiniMax-H3. The transformer has as many layers as fit beside `ACTIVATIONS` bytes."""
     if layers is None:
         of_none, of_one = (weight_bytes(partial(MiniMaxH3Transformer3DModel, num_layers=n), dtype) for n in (0, 1))
         fitting = (free_memory(device) - ACTIVATIONS - of_none) // (of_one - of_none)

@@ -24,8 +24,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="FOLDER",
-        help="Folder of documents (text, code, HTML, CSV, JSON, PDF, Word; pictures for a model that sees), with its "
-        "subfolders, or an index: its folder or URL.",
+        help="Folder of documents (text, code, HTML, CSV, JSON, PDF, Word; pictures for vision-language models), with "
+        "its subfolders, or an index: its folder or URL.",
     ),
 ]
 Place = Annotated[str, typer.Argument(metavar="INDEX", help="Folder or URL of the index.")]

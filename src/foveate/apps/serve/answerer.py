@@ -187,8 +187,8 @@ class Answerer:
     def _picture(self, question: PendingQuestion, number: int, url: str) -> ReadDocument:
         """An image of a request, prepared for the model. It is read after the passages, as a passage of its own."""
         question.heartbeat()
-        if not self.encoder.sees:
-            raise ValueError("this model reads no images: leave them out, or serve a model that sees")
+        if not self.encoder.takes_images:
+            raise ValueError("this model reads no images: leave them out, or serve a vision-language model")
         try:
             content = b64decode(url.partition(",")[2], validate=True)
             return self.encoder.read([opened_image(content), SEPARATOR])

@@ -96,7 +96,7 @@ class Variant(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A setting that was measured on a GPU; a row of the table on an introduction.
+    """Measurements of one setting on a GPU: a row of the table of speeds.
 
     Attributes:
         setting: The setting in words.
@@ -120,7 +120,7 @@ class Measured(NamedTuple):
 
 
 class Intro(NamedTuple):
-    """What a page says to readers who do not know Foveate; times of this machine then are a footnote.
+    """Introduction at the top of a page, for readers new to Foveate. Timings of this machine become a footnote.
 
     Attributes:
         headline: What Foveate is, in one line.

@@ -72,7 +72,7 @@ class Cancelled(Exception):
 
 
 class FieldError(ValueError):
-    """What is wrong with one field of the page.
+    """Error to show beside one field of the page.
 
     Attributes:
         field: "prompt", "options", or "settings" for model, LoRA, size and the rest.
@@ -85,7 +85,7 @@ class FieldError(ValueError):
 
 @contextmanager
 def _field(name: str) -> Iterator[None]:
-    """Context whose errors are those of a field."""
+    """Context that turns errors into a `FieldError` of one field."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -30,11 +30,11 @@ STAND_INS = {
     SlicedAttnProcessor: AttnProcessor2_0,
     FusedJointAttnProcessor2_0: JointAttnProcessor2_0,
 }
-"""Processors that call torch's attention, by those that do not or that want text in every layer."""
+"""Replacements of processors that lack a form that calls torch's attention, or that need text in every layer."""
 
 
 class DispatchedProcessor:
-    """Runs the wrapped processor; while a `LayerPlan` is attached, torch's attention in it is Foveate's.
+    """Runs the wrapped processor; while a `LayerPlan` is attached, Foveate replaces torch's attention in it.
 
     Args:
         original: The processor to wrap, one of those that call torch's scaled_dot_product_attention.
@@ -59,13 +59,13 @@ class DispatchedProcessor:
 
     @classmethod
     def wraps(cls, processor: Any) -> bool:
-        """Whether it knows a processor."""
+        """Whether this class can wrap a processor."""
         return type(processor).__name__ in cls.known
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, *args: Any, image_rotary_emb: Any = None, **kwargs: Any
     ) -> Any:
-        """What the wrapped processor returns; arguments as diffusers passes them.
+        """Run the wrapped processor, with arguments as diffusers passes them.
 
         Raises:
             ValueError: If the processor does not call torch's attention, because something has replaced that.
@@ -86,7 +86,7 @@ class DispatchedProcessor:
 
 
 class InPlaceOfTorch(TorchFunctionMode):
-    """Context in which calls of torch's scaled_dot_product_attention that a plan is for attend by it.
+    """Context in which torch's scaled_dot_product_attention follows a plan, in calls of the plan's lengths.
 
     Args:
         plan: The plan.

@@ -38,7 +38,7 @@ class Flux3Card(Card):
         yield Stack("single_transformer_blocks", joint, model, "joint", default_skip(len(joint)))
 
     def is_single_stream(self, block: nn.Module) -> bool:
-        """None is: each token is modulated after the norm."""
+        """False for all blocks: each token has a modulation of its own after the norm."""
         return False
 
 

@@ -39,7 +39,7 @@ class MiniMaxH3Card(Card):
         return inputs["encoder_hidden_states"]
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
-        """What is left of the run: the timestep of the video, the last row, rises from 0 to 1."""
+        """Fraction of the run that is left: the timestep of the video, the last row, rises from 0 to 1."""
         return 1 - inputs["timestep"].index_select(0, inputs["timestep_indices"][-1:])
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:

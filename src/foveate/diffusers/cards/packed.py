@@ -44,7 +44,7 @@ class Ideogram4Card(Card):
         return [TokenLayout((*words, image(*grid))) for words in texts]
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
-        """What is left of the run: the model's timestep rises from 0 to 1."""
+        """Fraction of the run that is left: the model's timestep rises from 0 to 1."""
         return 1 - inputs["timestep"]
 
 

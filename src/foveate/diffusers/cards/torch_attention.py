@@ -118,7 +118,7 @@ class Lumina2Card(Card):
         return refiner_and_layers(model)
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
-        """What is left of the run: the model's timestep rises from 0 to 1."""
+        """Fraction of the run that is left: the model's timestep rises from 0 to 1."""
         return 1 - inputs["timestep"]
 
     def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class ZImageCard(Card):
         return first.expand(len(inputs["x"]), *first.shape)
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
-        """What is left of the run: `t` rises from 0 to 1."""
+        """Fraction of the run that is left: `t` rises from 0 to 1."""
         return 1 - inputs["t"]
 
     def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
