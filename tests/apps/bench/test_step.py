@@ -148,6 +148,10 @@ def test_a_part_of_minimax_h3_is_timed_and_scaled(monkeypatch):
         pipe = models._minimax_h3(torch.device("cpu"), torch.float32)
         assert len(pipe.transformer.transformer_blocks) == fitting
     setup = step.Setup.of("minimax-h3", layers=2, device="cpu")
+    assert setup.grid((736, 1280), 124) == (37, 23, 40)
+    for size, frames in (((736, 1280), None), ((736, 1280), 125), ((720, 1280), 124)):
+        with pytest.raises(ValueError, match="do not fit: MiniMax-H3 takes"):
+            setup.grid(size, frames)
     assert (setup.about["layers"], setup.about["all_layers"]) == (3, 50)  # of the tiny model
 
 

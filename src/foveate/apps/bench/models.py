@@ -32,7 +32,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3SetTimestepsStep,
 )
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
-from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames, video_latent_num_frames
 from torch import nn
 
 from foveate.apps.demo.untrained import untrained_pipeline
@@ -60,6 +60,8 @@ class Model(NamedTuple):
         methods: Methods that are timed by default.
         weights: Description of the weights, for the report.
         layers: Number of blocks of the published model, of which fewer may be built; None where all are.
+        grid: Returns the grid of tokens for (height, width) in pixels and a number of frames, where the pipeline
+            itself does not tell it.
     """
 
     build: Callable[..., Any]
@@ -68,6 +70,7 @@ class Model(NamedTuple):
     methods: tuple[Method | ComposedMethod, ...]
     weights: str = "random weights"
     layers: int | None = None
+    grid: Callable[[tuple[int, int], int | None], Grid] | None = None
 
 
 def find_model(name: str) -> Model:
@@ -221,6 +224,16 @@ def _wan_inputs(pipe: WanPipeline, grid: Grid, text: int | None) -> Call:
     return Call((), kwargs)
 
 
+def _minimax_h3_grid(size: tuple[int, int], frames: int | None) -> Grid:
+    if frames is None or frames % 17 != 5:
+        raise ValueError(f"{frames} frames do not fit: MiniMax-H3 takes 17 n + 5 frames, for example --frames 124")
+    if any(side < 32 or side % 32 for side in size):
+        raise ValueError(
+            f"{size[1]} x {size[0]} px do not fit: MiniMax-H3 takes multiples of 32, for example 1280x736"
+        )
+    return video_latent_num_frames(frames, 17, 5), size[0] // 32, size[1] // 32
+
+
 def _minimax_h3_inputs(pipe: Any, grid: Grid, text: int | None) -> Call:
     """Inputs of a text to video, with stereo audio as long as the video: 17 frames take 5 frames of latents."""
     model, (frames, rows, columns) = pipe.transformer, (1, *grid)[-3:]
@@ -311,7 +324,7 @@ MODELS = {
     "qwen-image": Model(partial(_random, QwenImagePipeline, QwenImageTransformer2DModel), _qwen_inputs, 512, FLUX),
     "z-image": Model(partial(_random, ZImagePipeline, ZImageTransformer2DModel), _z_image_inputs, 512, FLUX),
     "wan-14b": Model(partial(_random, WanPipeline, WanTransformer3DModel), _wan_inputs, 512, VIDEO),
-    "minimax-h3": Model(_minimax_h3, _minimax_h3_inputs, 512, H3, layers=H3_LAYERS),
+    "minimax-h3": Model(_minimax_h3, _minimax_h3_inputs, 512, H3, layers=H3_LAYERS, grid=_minimax_h3_grid),
     "sdxl": Model(_sdxl, _sdxl_inputs, 77, SDXL),
 }
 """Models by name: the built-in model (17 M parameters), FLUX.1-dev (12 B), FLUX.2-dev (32 B), FLUX.2-klein (4 B),

@@ -122,7 +122,7 @@ class Setup(NamedTuple):
             raise ValueError(f"CUDA graphs need an NVIDIA GPU, not {where.type}: leave --cuda-graphs out")
         if layers is not None and not 1 <= layers <= (chosen.layers or 0):
             parts = ", ".join(f"{name} (1 to {of.layers})" for name, of in MODELS.items() if of.layers)
-            raise ValueError(f"{layers} layers cannot be built of {model}, only of {parts}: leave --layers out")
+            raise ValueError(f"{layers} layers cannot be built of {model}, only of {parts}: leave the layers out")
         part = {"layers": layers} if chosen.layers else {}
         pipe = chosen.build(where, choose_dtype(dtype, where), **part)
         network: Any = denoiser(pipe)
@@ -153,6 +153,8 @@ class Setup(NamedTuple):
         Raises:
             ValueError: If the model has no such size or number of frames.
         """
+        if self.model.grid is not None:
+            return self.model.grid(size, frames)
         video, *image = token_grid(self.pipe, Request("", size, 1, None, 0, frames=frames))
         return (*image,) if frames is None else (video, *image)
 
