@@ -81,6 +81,7 @@ class LayerPlan:
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
         backend: The backend of the processor before `attach`.
         parallel: The parallel config of the processor before `attach`.
+        stored: Names of the attributes that the processor itself had before `attach`, not only its class.
     """
 
     order: Tensor
@@ -100,6 +101,7 @@ class LayerPlan:
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
     backend: Any = None
     parallel: Any = None
+    stored: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -164,6 +166,7 @@ def local_tokens(streams: Sequence[int], context: Any) -> int:
 def attach(processor: Any, plan: LayerPlan) -> None:
     """Let a processor attend by this plan. Its own backend and parallel config are kept in the plan."""
     plan.backend, plan.parallel = processor._attention_backend, processor._parallel_config
+    plan.stored = tuple(vars(processor))
     processor._attention_backend, processor._parallel_config = FOVEATE, plan
 
 
@@ -174,14 +177,18 @@ def detach(processor: Any, plan: LayerPlan) -> None:
         processor,
         plan.backend if backend is FOVEATE else backend,
         config.parallel if isinstance(config, LayerPlan) else config,
+        plan.stored,
     )
 
 
-def set_attention(processor: Any, backend: Any, config: Any) -> None:
-    """Set backend and parallel config of a processor; defaults of its class are not stored in the instance."""
+def set_attention(processor: Any, backend: Any, config: Any, stored: Sequence[str]) -> None:
+    """Set backend and parallel config of a processor.
+
+    Defaults of its class are stored in the instance only if their names are among `stored`.
+    """
     for name, value in (("_attention_backend", backend), ("_parallel_config", config)):
         setattr(processor, name, value)
-        if getattr(type(processor), name, ...) is value:
+        if name not in stored and getattr(type(processor), name, ...) is value:
             vars(processor).pop(name)
 
 
@@ -212,10 +219,14 @@ class RerunWithPlans:
         module: Any = getattr(block, "__self__", block)
         owned: list[Any] = [getattr(part, "processor", None) for part in module.modules()]
         processors = [processor for processor in owned if dispatches(processor)]
-        plans = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+
+        def attached() -> list[Any]:
+            return [(x, x._attention_backend, x._parallel_config, tuple(vars(x))) for x in processors]
+
+        plans = attached()
 
         def run(*args: Any) -> Any:
-            now = [(processor, processor._attention_backend, processor._parallel_config) for processor in processors]
+            now = attached()
             for plan in plans:
                 set_attention(*plan)
             try:

@@ -30,8 +30,7 @@ __all__ = ["TOLERANCE", "Setup", "Step", "bench_step", "in_part", "merging_part"
 NO_CYCLE = ToMA(dst_every=1, weights_every=1)  # the schedule of a method whose steps are all alike
 LEAST_STEPS = 10  # timed steps of a method that merges tokens
 ONE_TILE, ALL_KEPT = HilbertA(tiles=1), ToMA(keep=0.999, weights="hard", skip=0)  # both must equal dense
-MOST_BLOCKS = 128  # that kernels read
-EVERY_BLOCK = LLSA(top_k=MOST_BLOCKS, enrich=False, min_tokens=0)  # so must this
+EVERY_BLOCK = LLSA(top_k=128, enrich=False, min_tokens=0)  # so must this: the most blocks that kernels read
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -257,7 +256,8 @@ def _check(setup: Setup, step: Step, grid: Grid, methods: Sequence[Method | Comp
         )
         if name in errors:
             continue
-        checked = _part_of(grid, MOST_BLOCKS * EVERY_BLOCK.block_size) if exact is EVERY_BLOCK else grid
+        blocks: Any = EVERY_BLOCK.top_k  # a number, not a schedule
+        checked = _part_of(grid, blocks * EVERY_BLOCK.block_size) if exact is EVERY_BLOCK else grid
         errors[name] = _difference(step if checked == grid else setup.step(checked), exact)
         if not errors[name] <= TOLERANCE[step.pipe.dtype]:  # also true of NaN
             raise ValueError(
