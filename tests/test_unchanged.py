@@ -132,7 +132,7 @@ SLOW_PICTURES = {
     for name, methods in METHODS.items()
     for height, width in ((96, 160), (128, 128))
 } | {
-    "pixel-llsa": partial(pixels, (32, 48), LLSA(top_k=2, min_tokens=0)),
+    "pixel-llsa": partial(pixels, (32, 48), LLSA(top_k=2, levels=1, min_tokens=0)),
     "pixel": partial(pixels, (16, 24)),
     "video": video,
     "video-hilberta": partial(video, HilbertA(tiles=4)),

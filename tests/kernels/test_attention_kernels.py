@@ -137,7 +137,7 @@ def test_strides_may_exceed_32_bits(dimension):
 
 @pytest.mark.slow
 def test_the_ops_pass_opcheck():
-    inputs = *qkv(70, 70, torch.float32, 16), *random_table(1, (70,)), torch.randperm(70), 0.25, False
+    inputs = *qkv(70, 70, torch.float32, 16), *random_table(1, (70,)), torch.randperm(70), 0.25, "triton"
     torch.library.opcheck(torch.ops.foveate.block_attention.default, inputs)
 
 

@@ -74,7 +74,7 @@ def field(tab, name):
 
 
 def option(tab, name):
-    return tab.get_by_label(re.compile(f"^{name}"))
+    return tab.get_by_label(re.compile(rf"^\s*{name}"))  # a text's label begins with a space
 
 
 def choose(tab, name, value):

@@ -79,7 +79,7 @@ def _inside(p_steps, step, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """Mask of the columns inside the step."""
     first, end = gl.load(p_steps + 2 * step), gl.load(p_steps + 2 * step + 1)
     column = first // ALIGNED * ALIGNED + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-    return gl.expand_dims((first <= column) & (column < end), 0)
+    return (first <= column) & (column < end)
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def _store(p_x, x, rows_end, batch, head, row, s_b, s_h, s_n, D: gl.constexpr, d
 
 @gluon.jit
 def _key_step(
-    dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring, turn, scale,
+    dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring, scale,
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _key_step(
     left = gl.convert_layout(ds.to(b_k.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
     zero = gl.zeros([HALF, BN], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
-    mbarrier.wait(turns.index(WHO), (turn & 1) ^ (1 - WHO))
+    mbarrier.wait(turns.index(WHO), (ring & 1) ^ (1 - WHO))
     if not FIRST:
         dq = warpgroup_mma(left, b_k.index(before), dq, is_async=True)
     scores = warpgroup_mma(q, b_k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -114,7 +114,7 @@ def _key_step(
         mbarrier.arrive(empty.index(before), count=1)
     p = gl.exp2(scores * scale - lse)
     if MASK:
-        p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
+        p = gl.where(gl.expand_dims(_inside(p_steps, step, BN, SCORES), 0), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     return dq, p * (dp - delta)
 
@@ -128,7 +128,7 @@ def _consume_keys(
     """Gradient of one warpgroup's half of each tile of queries."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    ring, turn = 0, 0
+    ring = 0
     for work in range(begin, end):
         batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
         o_m = row + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
@@ -141,22 +141,21 @@ def _consume_keys(
         dq = gl.zeros([HALF, D], gl.float32, OUT)
         ds = gl.zeros([HALF, BN], gl.float32, SCORES)
         dq, ds = _key_step(
-            dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, first, ring, turn, scale,
+            dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, first, ring, scale,
             WHO, BN, STAGES, SCORES, OUT, True, True,
         )  # fmt: skip
         middle = gl.maximum(short, first + 1)
         for step in range(first + 1, middle):
             dq, ds = _key_step(
-                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, False,
+                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first, scale,
+                WHO, BN, STAGES, SCORES, OUT, False, False,
             )  # fmt: skip
         for step in range(middle, done):
             dq, ds = _key_step(
-                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, True,
+                dq, ds, q, g, lse, delta, b_k, b_v, full, empty, turns, p_steps, step, ring + step - first, scale,
+                WHO, BN, STAGES, SCORES, OUT, False, True,
             )  # fmt: skip
         ring += done - first
-        turn += done - first
         last = (ring - 1) % STAGES
         left = gl.convert_layout(ds.to(b_k.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
         dq = warpgroup_mma(left, b_k.index(last), dq, is_async=True)
@@ -168,7 +167,7 @@ def _consume_keys(
 
 @gluon.jit
 def _query_step(
-    dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, turn, scale,
+    dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring, scale,
     WHO: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -180,7 +179,7 @@ def _query_step(
     left = gl.convert_layout(ds, LEFT)
     zero = gl.zeros([HALF, BN], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (ring // STAGES) & 1)
-    mbarrier.wait(turns.index(WHO), (turn & 1) ^ (1 - WHO))
+    mbarrier.wait(turns.index(WHO), (ring & 1) ^ (1 - WHO))
     if not FIRST:
         dk = warpgroup_mma(left, b_q.index(before), dk, is_async=True)
     scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -191,9 +190,10 @@ def _query_step(
     else:
         scores, dk = warpgroup_mma_wait(1, deps=(scores, dk))
         mbarrier.arrive(empty.index(before), count=1)
-    p = gl.exp2(scores * scale - gl.expand_dims(b_lse.index(stage).load(COLUMNS) * LOG2E, 0))
+    lse = b_lse.index(stage).load(COLUMNS) * LOG2E
     if MASK:
-        p = gl.where(_inside(p_steps, step, BN, SCORES), p, 0.0)
+        lse = gl.where(_inside(p_steps, step, BN, SCORES), lse, float("inf"))  # their weights are 0
+    p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     dv = warpgroup_mma(gl.convert_layout(p.to(b_q.dtype), LEFT), g, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = (p * (dp - gl.expand_dims(b_delta.index(stage).load(COLUMNS), 0))).to(b_q.dtype)
@@ -210,7 +210,7 @@ def _consume_queries(
     """Gradients of one warpgroup's half of each tile of keys and values."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    ring, turn = 0, 0
+    ring = 0
     for work in range(begin, end):
         batch, head, row, row_end, first, short, done = tile_of(p_work, p_tiles, work, heads)
         slot = (work - begin) % 2
@@ -219,22 +219,21 @@ def _consume_queries(
         dk, dv = gl.zeros([HALF, D], gl.float32, OUT), gl.zeros([HALF, D], gl.float32, OUT)
         ds = gl.zeros([HALF, BN], b_q.dtype, SCORES)
         dk, dv, ds = _query_step(
-            dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, first, ring, turn, scale,
+            dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, first, ring, scale,
             WHO, BN, STAGES, SCORES, OUT, True, True,
         )  # fmt: skip
         middle = gl.maximum(short, first + 1)
         for step in range(first + 1, middle):
             dk, dv, ds = _query_step(
                 dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, False,
+                scale, WHO, BN, STAGES, SCORES, OUT, False, False,
             )  # fmt: skip
         for step in range(middle, done):
             dk, dv, ds = _query_step(
                 dk, dv, ds, k, v, b_q, b_g, b_lse, b_delta, full, empty, turns, p_steps, step, ring + step - first,
-                turn + step - first, scale, WHO, BN, STAGES, SCORES, OUT, False, True,
+                scale, WHO, BN, STAGES, SCORES, OUT, False, True,
             )  # fmt: skip
         ring += done - first
-        turn += done - first
         last = (ring - 1) % STAGES
         left = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
         dk = warpgroup_mma(left, b_q.index(last), dk, is_async=True)
