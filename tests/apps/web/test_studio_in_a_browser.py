@@ -142,9 +142,9 @@ def test_a_mistake_is_a_message_while_typing(window, address):
     option(tab, "keep").fill("7")
     beside = tab.locator("#said-options", has_text="keep is the fraction of tokens kept")
     beside.wait_for()
+    assert 0 < beside.bounding_box()["y"] - option(tab, "keep").bounding_box()["y"] < 150
     tab.get_by_role("button", name="Generate", exact=True).click()
     beside.wait_for()
-    assert 0 < beside.bounding_box()["y"] - option(tab, "keep").bounding_box()["y"] < 150
     option(tab, "keep").fill("0.5")
     field(tab, "Size").fill("65")
     says(tab, "use multiples of 4")
@@ -181,6 +181,7 @@ def test_a_lora_brings_its_method_and_takes_its_options_with_it(window, address)
     choose(tab, "LoRA", "built-in")
     tab.get_by_role("button", name="Options: layers and steps").wait_for()
     assert field(tab, "Method").input_value() == "hilberta"
+    says(tab, "This model is loaded when you generate")
     tab.get_by_role("button", name="Generate", exact=True).click()
     says(tab, "does not fit this model")  # it is for the built-in model, not for this one
     choose(tab, "Method", "toma")
