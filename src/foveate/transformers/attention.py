@@ -127,8 +127,10 @@ class _Output(MoeModelOutputWithPast):
     """What any causal model reads of its decoder's output: dense models and models without images read less."""
 
     rope_deltas: None = None
-    image_hidden_states: None = None
+    image_hidden_states: None = None  # before transformers 5.24
     video_hidden_states: None = None
+    image_outputs: None = None
+    video_outputs: None = None
 
 
 def _forward(forward: Any, input_ids: Tensor, row_pass: RowPass | None = None, **options: Any) -> Any:
