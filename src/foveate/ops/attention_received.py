@@ -23,6 +23,7 @@ def attention_received(
     counted: Bool[Tensor, "prompt"] | None = None,
     window: int | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
+    lse: Float[Tensor, "heads prompt"] | None = None,
     most: int = MAX_SCORES,
 ) -> Float[Tensor, "rows"]:
     """Attention that each row receives from all prompt tokens.
@@ -39,6 +40,7 @@ def attention_received(
         counted: Mask of the prompt tokens to count. None counts all of them.
         window: Number of rows visible to a prompt token, its own row included. None shows all of them.
         sinks: Logit of an attention sink for each head, which takes a share of the attention but has no row.
+        lse: Log-sum-exp of each query's attention, if other processes have more rows. None: these are all.
         most: Number of attention scores in memory at once; a slice has at least one prompt token.
 
     Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
@@ -55,7 +57,11 @@ def attention_received(
         if sinks is not None:
             logits = sinks.to(scores.dtype).view(groups, -1, 1, 1)
             scores = torch.cat([scores, logits.expand(*scores.shape[:3], 1)], -1)
-        received = scores.softmax(-1, dtype=total.dtype)[..., :rows].mean((0, 1))
+        if lse is None:
+            shares = scores.softmax(-1, dtype=total.dtype)
+        else:
+            shares = (scores.to(total.dtype) - lse[:, some].unflatten(0, (groups, -1))[..., None]).exp()
+        received = shares[..., :rows].mean((0, 1))
         if counted is not None:
             received *= counted[some, None]
         total += received.square().sum(0) if norm == "l2" else received.sum(0)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foveate.ops import dispatch
 
-__all__ = ["row_attention", "visible"]
+__all__ = ["row_attention", "row_attention_lse", "visible"]
 
 SLICE = 512  # rows of the mask in memory at once
 
@@ -50,6 +50,31 @@ def row_attention(
         >>> torch.allclose(row_attention(x[:, :, some], x, x, some), every[:, :, some], atol=1e-6)
         True
     """
+    _check(q, k, v, rows)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if last is not None:  # the kernel has no such limit
+        return portable(q, k, v, rows.expand(len(q), -1), scale, window, sinks, last=last)[0]
+    return dispatch.choose("row_attention", q.device, q.dtype, q.shape[3]).run(q, k, v, rows, scale, window, sinks)[0]
+
+
+def row_attention_lse(
+    q: Float[Tensor, "batch heads chosen dim"],
+    k: Float[Tensor, "batch groups tokens dim"],
+    v: Float[Tensor, "batch groups tokens dim"],
+    rows: Int[Tensor, "#batch chosen"] | Int[Tensor, "chosen"],
+    scale: float,
+) -> tuple[Float[Tensor, "batch heads chosen dim"], Float[Tensor, "batch heads chosen"]]:
+    """`row_attention`, and the log-sum-exp of each row's attention, to merge it with attention over other keys.
+
+    Raises:
+        ValueError: If shapes do not match, heads is not a multiple of groups, or rows do not ascend within range.
+    """
+    _check(q, k, v, rows)
+    backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
+    return backend.run(q, k, v, rows, scale, None, None, True)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:
     if k.shape != v.shape or q.shape[::3] != k.shape[::3] or rows.shape[-1] != q.shape[2]:
         raise ValueError(
             "q must be [batch, heads, rows, dim], k and v [batch, groups, tokens, dim]: "
@@ -60,11 +85,6 @@ def row_attention(
     known = rows.device.type == "cpu" and rows.numel()  # on a GPU, checking would synchronize
     if known and (rows.min() < 0 or rows.max() >= k.shape[2] or (rows.diff() < 0).any()):
         raise ValueError(f"rows must ascend within 0 to {k.shape[2] - 1}, not {rows.tolist()[:8]}...: sort them")
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if last is not None:  # the kernel has no such limit
-        return portable(q, k, v, rows.expand(len(q), -1), scale, window, sinks, last)
-    backend = dispatch.choose("row_attention", q.device, q.dtype, q.shape[3])
-    return backend.run(q, k, v, rows, scale, window, sinks)
 
 
 @dispatch.register("row_attention", "portable")
@@ -76,14 +96,18 @@ def portable(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    with_lse: bool = False,
     last: Tensor | None = None,
-) -> Tensor:
-    """`row_attention` in plain PyTorch, one slice of rows at a time; the heads of a group are stacked as more rows."""
+) -> tuple[Tensor, Tensor]:
+    """Outputs and, with `with_lse`, LSE in plain PyTorch, one slice of rows at a time.
+
+    The heads of a group are stacked as more rows.
+    """
     share = q.shape[1] // k.shape[1]
     grouped = q.unflatten(1, (-1, share))  # [batch, groups, share, chosen, dim]
-    out = torch.empty_like(q)
+    out, lses = torch.empty_like(q), list[Tensor]()
     if not out.numel():
-        return out
+        return out, out[..., 0]
     parts = rows.split(SLICE, -1), grouped.split(SLICE, 3), out.split(SLICE, 2)
     ends = (rows if last is None else last).split(SLICE, -1)
     for some, part, written, seen in zip(*parts, ends, strict=True):
@@ -99,7 +123,10 @@ def portable(
             keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
         attended = scaled_dot_product_attention(part.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
         written.copy_(attended.unflatten(2, (share, -1)).flatten(1, 2))
-    return out
+        if with_lse:
+            scores = (scale * part.flatten(2, 3) @ keys.mT).masked_fill_(~mask, -torch.inf)
+            lses.append(scores.logsumexp(-1).unflatten(2, (share, -1)).flatten(1, 2))
+    return out, torch.cat(lses, 2) if with_lse else out[..., 0]
 
 
 def visible(

@@ -46,7 +46,7 @@ class DecoderInputs(Exception):
 
 @dataclass
 class RowPass:
-    """Options and results of attention in one forward pass, its keyword argument `row_pass`.
+    """Attention in one forward pass, its keyword argument `row_pass`: options and results.
 
     Attributes:
         rows: Row of each token, ascending, for each context or for all of them.
@@ -72,6 +72,28 @@ class RowPass:
         # one tensor for all layers: row attention caches results by it
         self.shared = self.rows[0] if len(self.rows) == 1 else self.rows
 
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "batch heads tokens dim"],
+        key: Float[Tensor, "batch groups rows dim"],
+        value: Float[Tensor, "batch groups rows dim"],
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Float[Tensor, "batch heads tokens dim"]:
+        """Attention of a layer. Collects the attention received if the layer scores."""
+        if layer in self.scoring:
+            contexts = (x.expand(len(query), -1) for x in (self.rows, self.counted))
+            each = zip(query, key, *contexts, strict=True)
+            received = [attention_received(q, k, at, scale, self.norm, use, window, sinks) for q, k, at, use in each]
+            self.received.append(torch.stack(received))
+        if layer == self.last:
+            raise StopForward
+        if self.causal and self.seen is None and window is None and sinks is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return row_attention(query, key, value, self.shared, scale, window, sinks, self.seen)
+
 
 def _attend(
     module: Any,
@@ -86,19 +108,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for `AttentionInterface`: each token sees the rows up to its own, or a window of them."""
-    limits = sliding_window, s_aux
-    if module.layer_idx in row_pass.scoring:
-        contexts = (x.expand(len(query), -1) for x in (row_pass.rows, row_pass.counted))
-        each = zip(query, key, *contexts, strict=True)
-        received = [attention_received(q, k, at, scaling, row_pass.norm, use, *limits) for q, k, at, use in each]
-        row_pass.received.append(torch.stack(received))
-    if module.layer_idx == row_pass.last:
-        raise StopForward
-    if row_pass.causal and row_pass.seen is None and limits == (None, None):
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    else:
-        out = row_attention(query, key, value, row_pass.shared, scaling, *limits, row_pass.seen)
-    return out.transpose(1, 2), None
+    return row_pass.attend(module.layer_idx, query, key, value, scaling, sliding_window, s_aux).transpose(1, 2), None
 
 
 AttentionInterface.register(ROW_ATTENTION, _attend)

@@ -31,12 +31,15 @@ class ChunkCache:
         stored: "keys", before rotation, and "values", prefix first, [layers, groups, rows, dim], on the model's
             device: in the model's dtype, or 8-bit integers with float32 "keys_scale" and "values_scale" per channel.
         fingerprint: Hashes of model, tokenizer, dtype, prefix and file format, by name.
+        images: Hash of each image.
+        holder: Rank of the process that keeps `stored`, which is empty in the others. None: every process has it.
     """
 
     ids: Int[Tensor, "tokens"]
     stored: dict[str, Tensor]
     fingerprint: dict[str, str]
     images: tuple[str, ...] = ()
+    holder: int | None = None
 
     @classmethod
     def of(
@@ -73,6 +76,11 @@ class ChunkCache:
         """Size of keys and values in bytes."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    def check_here(self) -> None:
+        """Raise a ValueError if another process keeps the keys and values."""
+        if not self.stored:
+            raise ValueError(f"process {self.holder} keeps this chunk: use it there")
+
     def quantized(self) -> "ChunkCache":
         """The chunk with keys and values as integers from -127 to 127, with a scale for each channel of a head."""
         stored = {name: tensor for name, tensor in self.stored.items() if name in IMAGES}
@@ -89,6 +97,7 @@ class ChunkCache:
 
     def to_bytes(self) -> bytes:
         """Content of a safetensors file, with a hash of each tensor in its header."""
+        self.check_here()
         tensors = {name: tensor.contiguous() for name, tensor in self.stored.items()}
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
         header = {**self.fingerprint, **sums, "text": digest(self.ids.tolist()), "images": ",".join(self.images)}

@@ -1,7 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Contexts composed of cached chunks: scoring, recomputation for a prompt, and generation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from foveate.ops.rotary import copy_rows
 from foveate.transformers.attention import CACHE
 from foveate.transformers.chunk import ChunkCache
 from foveate.transformers.model import LanguageModel, Text
-from foveate.transformers.row_cache import RowCache
+from foveate.transformers.row_cache import Filling, RowCache
 from foveate.transformers.tokens import Tokens
 from foveate.utils.choices import check_choice
 from foveate.utils.timing import Stopwatch
@@ -39,8 +39,9 @@ class Context:
         tokens: Tokens of all rows, prefix first.
         spans: First row of each chunk, and the row after its last.
         end: Position of the first token after the context.
-        keys: Keys of all rows.
-        values: Values of all rows.
+        rows: Rows whose keys and values this process keeps: all, unless several processes divide the context.
+        keys: Keys of these rows.
+        values: Values of these rows.
     """
 
     tokens: Tokens
@@ -51,6 +52,8 @@ class Context:
         self.lm, self.chunks = lm, tuple(chunks)
         self._parts = [chunk.tokens.on_axes(lm.axes) for chunk in chunks]
         self.spans = self._spans(map(len, self._parts))
+        kept = [torch.arange(start, stop) for _, start, stop in self._kept()]
+        self.rows = torch.cat(kept) if kept else torch.arange(0)
         self.tokens, self.end = self.placed("global")
         self.keys = self.keys_at(self.tokens.positions)
         self.values = self._concatenated("values", [(slice(None),)])
@@ -79,25 +82,40 @@ class Context:
         """Keys rotated to these positions in float32 or wider."""
         return self._concatenated("keys", self.lm.rotations(positions))
 
+    def _kept(self) -> Iterator[tuple[ChunkCache, int, int]]:
+        """Chunks that this process keeps, each with its first row and the row after its last; one has the prefix."""
+        process = self.lm.division and self.lm.division.rank
+        for number, (chunk, (start, stop)) in enumerate(zip(self.chunks, self.spans, strict=True)):
+            if chunk.holder == process:
+                yield chunk, start if number else 0, stop
+
+    def whole(self, states: Tensor, dim: int) -> Tensor:
+        """States of all rows, from those that this process keeps."""
+        division = self.lm.division
+        return states if division is None else division.whole(states, self.rows, len(self), dim)
+
+    def filling(self, positions: Int[Tensor, "*axes rows"] | None = None, end: int | None = None) -> Filling:
+        """Content of a `RowCache`, with keys at these positions before the position `end`, or at those of the context."""
+        keys = self.keys if positions is None else self.keys_at(positions)
+        return Filling(keys, self.values, self.rows, len(self), self.end if end is None else end)
+
     def _concatenated(
         self, name: str, rotations: Sequence[tuple[Any, ...]]
     ) -> Float[Tensor, "layers 1 groups rows dim"]:
-        """Keys or values of the chunks side by side after one prefix."""
-        first = getattr(self.chunks[0], name)
-        layers, groups, _, dim = first.shape
-        whole = first.new_empty(layers, 1, groups, len(self), dim)
-        start, order = 0, self.lm.pair_order
-        for chunk in self.chunks:
+        """Keys or values of the chunks that this process keeps, side by side after one prefix."""
+        whole = torch.empty(self.lm.cache_shape(1, len(self.rows)), dtype=self.lm.dtype, device=self.lm.device)
+        first, order = 0, self.lm.pair_order
+        for chunk, start, stop in self._kept():
             states = getattr(chunk, name)[:, :, len(self.lm.prefix) if start else 0 :]
-            stop = start + states.shape[2]
+            last = first + stop - start
             for run, *tables in rotations:
                 some = [table[start:stop] for table in tables]
                 if order is None or not tables:
-                    copy_rows(whole[run, 0, :, start:stop], states[run], *some)
+                    copy_rows(whole[run, 0, :, first:last], states[run], *some)
                 else:
-                    copy_rows(whole[run, 0, :, start:stop], states[run][..., order], *some)
-                    whole[run, 0, :, start:stop] = whole[run, 0, :, start:stop][..., order.argsort()]
-            start = stop
+                    copy_rows(whole[run, 0, :, first:last], states[run][..., order], *some)
+                    whole[run, 0, :, first:last] = whole[run, 0, :, first:last][..., order.argsort()]
+            first = last
         return whole
 
     def reordered(self, order: Sequence[int]) -> "Context":
@@ -107,7 +125,7 @@ class Context:
     def cache(self) -> DynamicCache:
         """A copy of all rows as a `DynamicCache`, for a forward pass or `model.generate`."""
         # with a config, sliding layers would keep no more than their window
-        return DynamicCache(zip(self.keys, self.values, strict=True))
+        return DynamicCache(zip(*(self.whole(states, 3) for states in (self.keys, self.values)), strict=True))
 
     def score(
         self, prompt: Text, layers: Sequence[int], norm: Norm = "l2", geometry: Geometry = "global"
@@ -194,7 +212,8 @@ def answers(
         contexts: A context for each prompt. Lengths may differ, and a context may occur more than once.
         method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
         prompts: Text or token ids to generate from.
-        batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory.
+        batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory. If several processes
+            divide the contexts, prompts are answered one by one.
         max_new_tokens: Largest number of tokens to generate.
         **options: Other options of `model.generate`. With `num_return_sequences`, the texts for a prompt are adjacent.
 
@@ -212,6 +231,8 @@ def answers(
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     ids = [context._prompt(prompt) for context, prompt in zip(contexts, prompts, strict=True)]
     texts: list[str] = []
+    if contexts and contexts[0].lm.division is not None:
+        batch_size = 1
     for start in range(0, len(ids), batch_size):
         some = slice(start, start + batch_size)
         methods, room = [method] * len(ids[some]), max(max_new_tokens, ANSWER_ROWS)
@@ -261,7 +282,8 @@ class Patched:
         """
         with self._lock:
             rows = self._open().cache
-            states = (x[..., : len(self.context), :] for x in (rows.keys, rows.values))
+            kept = (x[..., : len(self.context.rows), :] for x in (rows.keys, rows.values))
+            states = (self.context.whole(x, 3) for x in kept)
             return DynamicCache(zip(*states, strict=True))
 
     def generate(self, max_new_tokens: int = 32, do_sample: bool = False, **options: Any) -> str:
@@ -410,7 +432,7 @@ class _ComposedBatch:
         self._fill()
 
     def _fill(self) -> None:
-        self.cache.fill((context.keys, context.values, context.end) for context in self.contexts)
+        self.cache.fill(context.filling() for context in self.contexts)
 
     def each(self) -> list["_ComposedContext"]:
         """One view of each context, for its policy."""
@@ -423,7 +445,7 @@ class _ComposedBatch:
             moved = [context.placed(geometry) for context in self.contexts]
             if geometry != "global":
                 pairs = zip(self.contexts, moved, strict=True)
-                self.cache.fill((context.keys_at(at.positions), context.values, end) for context, (at, end) in pairs)
+                self.cache.fill(context.filling(at.positions, end) for context, (at, end) in pairs)
             self._scores[how] = self.cache.received(self.questions, [start for _, start in moved], layers, norm)
             if geometry != "global":
                 self._fill()
@@ -441,11 +463,11 @@ class _ComposedBatch:
             # rows after the end of a shorter context are not in use yet
             self.cache.overwrite_first([context.tokens for context in self.contexts], last=1)
             name = "values" if rank == "v" else "keys"
-            stale = [getattr(context, name)[1, 0] for context in self.contexts]
-            pairs = zip(getattr(self.cache, name)[1], stale, strict=True)
-            self._deviations[rank] = [
-                (new[:, : old.shape[1]] - old).float().square().mean((0, 2)) for new, old in pairs
-            ]
+            self._deviations[rank] = []
+            for context, new in zip(self.contexts, getattr(self.cache, name)[1], strict=True):
+                old = getattr(context, name)[1, 0]
+                changes = (new[:, : old.shape[1]] - old).float().square().mean((0, 2))
+                self._deviations[rank].append(context.whole(changes, 0))
         return self._deviations[rank]
 
 

@@ -2,9 +2,12 @@
 """Encoding of documents into cached chunks, and composition of chunks into a context."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from foveate.transformers.attention import capture_unrotated_keys
 from foveate.transformers.chunk import ChunkCache, check_fingerprint
@@ -38,6 +41,8 @@ class ChunkEncoder(LanguageModel):
         prefix: Text or token ids before every context, and before each document while it is encoded. Names of control
             tokens take effect here, not in documents and prompts. None is the tokenizer's start-of-text token, or
             nothing if it has none.
+        process_group: Processes of `torch.distributed` that divide the documents: each encodes and keeps some, and all
+            must make the same calls. None: this process does all.
 
     Raises:
         ValueError: If the model is not supported, with the reason.
@@ -55,15 +60,43 @@ class ChunkEncoder(LanguageModel):
         """
         if isinstance(texts, str):
             raise ValueError(f"pass a list of documents, not one text: [{texts[:20]!r}]")
-        return self.encode_read([self.read(text) for text in texts])
+        documents = [self.read(text) for text in texts]
+        self._check_documents(documents)
+        if self.division is None:
+            return self.encode_read(documents)
+        holders = [self.division.holder(i) for i in range(len(documents))]
+        mine = [document for document, holder in zip(documents, holders, strict=True) if holder == self.division.rank]
+        encoded = iter(self.encode_read(mine))
+        return [
+            replace(next(encoded), holder=holder)
+            if holder == self.division.rank
+            else self.kept_elsewhere(document.ids, holder)
+            for document, holder in zip(documents, holders, strict=True)
+        ]
 
-    def encode_read(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
-        """Caches of documents that `read` has tokenized; see `encode`."""
+    def _holder(self, number: int, chunk: ChunkCache) -> int | None:
+        """Rank of the process that keeps a chunk of a context."""
+        if self.division is None:
+            chunk.check_here()
+            return None
+        return self.division.holder(number) if chunk.holder is None else chunk.holder
+
+    def kept_elsewhere(self, ids: Int[Tensor, "tokens"], holder: int) -> ChunkCache:
+        """A chunk whose keys and values another process of the group keeps."""
+        return ChunkCache(ids.to(self.device), {}, dict(self.fingerprint), holder=holder)
+
+    def _check_documents(self, documents: Sequence[ReadDocument]) -> None:
         for i, document in enumerate(documents):
             if not len(document.ids):
                 raise ValueError(f"document {i} is empty: leave it out")
             tokens = len(self.prefix) + len(document.ids)
             self.check_length(tokens, f"document {i} with its prefix", "split it")
+            if document.images and self.division is not None:
+                raise ValueError(f"document {i} holds images, which one process must read: leave out process_group")
+
+    def encode_read(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
+        """Caches, in this process, of documents that `read` has tokenized."""
+        self._check_documents(documents)
         chunks: list[ChunkCache] = []
         for length, same in groupby(documents, key=lambda document: len(document.ids)):
             group, most = list(same), max(1, ENCODE_ROWS // length)
@@ -102,6 +135,7 @@ class ChunkEncoder(LanguageModel):
             raise ValueError("a context needs at least one chunk")
         for i, chunk in enumerate(chunks):
             check_fingerprint(f"chunk {i}", chunk.fingerprint, self.fingerprint)
+        chunks = [replace(chunk, holder=self._holder(i, chunk)) for i, chunk in enumerate(chunks)]
         rows = len(self.prefix) + sum(len(chunk.ids) for chunk in chunks)
         self.check_length(rows, f"{len(chunks)} chunks with their prefix", "compose fewer")
         return Context(self, chunks)

@@ -57,6 +57,7 @@ from transformers import (
 
 from foveate.transformers.attention import CACHE, row_model
 from foveate.transformers.control_tokens import SafeTokenizer
+from foveate.transformers.divided import DividedRowCache, Division
 from foveate.transformers.fingerprint import fingerprint
 from foveate.transformers.images import ImageReader, PreparedImage, image_token
 from foveate.transformers.rotations import Rotations, position_axes
@@ -311,6 +312,16 @@ def _is_weight_only(weight: Any) -> bool:
     return known and getattr(weight, "act_quant_kwargs", None) is None
 
 
+def _check_division(config: Any, division: Division, fingerprint: dict[str, str]) -> None:
+    """Check that several processes can divide a context of this model."""
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    if windows or getattr(config, "sliding_window", None):
+        raise ValueError("layers with a sliding window attend to near rows only, so that dividing a context over "
+                         "processes gains nothing: leave out process_group")  # fmt: skip
+    if fingerprint != division.same(fingerprint):
+        raise ValueError(f"process {division.rank} has another model or tokenizer than process 0: load the same")
+
+
 class ReadDocument(NamedTuple):
     """A document, tokenized, with its images prepared.
 
@@ -341,10 +352,13 @@ class LanguageModel:
         axes: Number of axes of positions: 3 in Qwen-VL, else 1.
         tokenizer: Copy of the model's tokenizer that reads the names of control tokens as text.
         prefix: Token ids before every context.
+        division: Processes that divide a context; None if one process does all.
         fingerprint: Hashes of everything besides their text that cached chunks depend on, by name.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, prefix: Text | None = None, process_group: Any = None
+    ) -> None:
         check_model(model)
         self.model: Any = model
         self.config: Any = model.config.get_text_config()
@@ -361,6 +375,9 @@ class LanguageModel:
         self._images = ImageReader(processor, self.row_model) if hasattr(processor, "image_processor") else None
         if self._images:
             self.fingerprint["processor"] = self._images.fingerprint
+        self.division = None if process_group is None else Division(process_group)
+        if self.division is not None:
+            _check_division(self.config, self.division, self.fingerprint)
 
     @property
     def name(self) -> str:
@@ -516,6 +533,10 @@ class LanguageModel:
 
     def row_cache(self, batch: int, rows: int) -> RowCache:
         """A cache for this many contexts and rows. Fill it before use, and return it with `give_back` after use."""
+        if self.division is not None:
+            if batch > 1:
+                raise ValueError(f"several processes take one context and one answer at a time, not {batch}")
+            return DividedRowCache(self.row_model, self.cache_shape(1, rows + SPARE_ROWS), self.division)
         capacity = rows + SPARE_ROWS
         capacity += -capacity % CAPACITY_STEP
         for cache in self._spare.copy():
@@ -534,8 +555,9 @@ class LanguageModel:
 
     def give_back(self, cache: RowCache) -> None:
         """Keep a cache, with its memory and graphs, for the next call of `row_cache`."""
-        self._spare.append(cache)
-        del self._spare[:-SPARE]
+        if self.division is None:
+            self._spare.append(cache)
+            del self._spare[:-SPARE]
 
     def free(self) -> None:
         """Free the memory of the kept caches."""
@@ -583,6 +605,8 @@ class LanguageModel:
             model, options = self.row_model, options | {"use_cache": True}
         if kept is not None and beams > 1:
             kept = self.row_cache(beams * len(texts), kept.capacity - SPARE_ROWS).repeated(kept, beams)
+        if do_sample and self.division is not None:  # all processes draw the same tokens
+            torch.manual_seed(self.division.same(int(torch.randint(2**62, ()))))
         output = model.generate(
             input_ids=padded,
             attention_mask=mask.long(),

@@ -19,7 +19,7 @@ from foveate.transformers.rotations import position_axes
 from foveate.transformers.tokens import Tokens
 from foveate.utils.cuda_graph import record_graph
 
-__all__ = ["SPARE_ROWS", "RowCache"]
+__all__ = ["SPARE_ROWS", "Filling", "RowCache"]
 
 RECOMPUTE_ROWS = 8192
 """Rows of a forward pass: enough for full speed, few enough to bound memory."""
@@ -27,6 +27,24 @@ GRAPH_ROWS = 4096
 """Largest number of rows in a CUDA graph. Longer passes keep the GPU busy without graphs."""
 SPARE_ROWS = 2
 """Extra rows at the end for the padding of a prompt and of a graph."""
+
+
+class Filling(NamedTuple):
+    """Content of a cache for one context.
+
+    Attributes:
+        keys: Keys.
+        values: Values.
+        rows: Their rows in the context.
+        length: Number of rows of the context.
+        position: Position of the first token after the context.
+    """
+
+    keys: Float[Tensor, "layers 1 groups rows dim"]
+    values: Float[Tensor, "layers 1 groups rows dim"]
+    rows: Int[Tensor, "rows"]
+    length: int
+    position: int
 
 
 class RowCache(Cache):
@@ -66,19 +84,18 @@ class RowCache(Cache):
         """Number of rows, used and free."""
         return self.keys.shape[3]
 
-    def fill(self, contexts: Iterable[tuple[Tensor, Tensor, int]]) -> "RowCache":
-        """Copy keys and values [layers, 1, groups, rows, dim] of each context, before a token at this position.
+    def fill(self, contexts: Iterable[Filling]) -> "RowCache":
+        """Copy keys and values of each context.
 
         The other rows become 0: masked keys count as 0, but only if they are finite.
         """
-        lengths, shifts = list[int](), list[int]()
-        for i, (*context, position) in enumerate(contexts):
-            lengths.append(context[0].shape[3])
-            shifts.append(position - lengths[-1])
-            for mine, new in zip((self.keys[:, i], self.values[:, i]), context, strict=True):
-                copy_rows(mine[:, :, : lengths[-1]], new[:, 0])
-                mine[:, :, lengths[-1] :] = 0
-        self._contexts, self._shifts = lengths, shifts
+        self._contexts, self._shifts = list[int](), list[int]()
+        for i, new in enumerate(contexts):
+            self._contexts.append(new.length)
+            self._shifts.append(new.position - new.length)
+            for mine, states in ((self.keys[:, i], new.keys), (self.values[:, i], new.values)):
+                copy_rows(mine[:, :, : len(new.rows)], states[:, 0])
+                mine[:, :, len(new.rows) :] = 0
         return self
 
     def fits(self, batch: int, capacity: int) -> bool:
@@ -271,15 +288,10 @@ class RowCache(Cache):
 
     def _run(self, batch: "_Batch", **options: Any) -> Tensor:
         tokens = batch.ids.shape[1]
-        counted = torch.ones_like(batch.rows, dtype=torch.bool) if batch.counted is None else batch.counted
-        inputs = batch.ids, batch.rows, batch.positions, counted
         if self._replayed is None or batch.images is not None or batch.ids.numel() > GRAPH_ROWS:
-            return self._forward(*inputs, images=batch.images, **options)
+            return self._forward(*batch.padded(0), images=batch.images, **options)
         # the padding of a graph goes to the row after the last one, which no other token attends to
-        more = -tokens % (1 if tokens == 1 else 16 if tokens <= 256 else 64)
-        ids, rows, positions, counted = (
-            pad(x, (0, more)) if x.dtype == torch.bool or x is batch.ids else _continued(x, more) for x in inputs
-        )
+        ids, rows, positions, counted = batch.padded(-tokens % (1 if tokens == 1 else 16 if tokens <= 256 else 64))
         out = self._replayed(ids, rows, positions, counted, **options)
         return out if options.get("scoring") else out[:, :tokens]
 
@@ -381,10 +393,14 @@ class _Batch(NamedTuple):
             images = self.images and self.images._replace(image=self.images.image[:, some])
             yield _Batch(self.ids[:, some], self.rows[:, some], self.positions[..., some], None, images)
 
-
-def _continued(x: Tensor, more: int) -> Tensor:
-    """Ascending numbers, with the number after the last `more` times."""
-    return torch.cat([x, (x[..., -1:] + 1).expand(*x.shape[:-1], more)], -1)
+    def padded(self, more: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Ids, rows, positions and `counted` with `more` tokens of padding, in the rows after the last."""
+        after = torch.arange(1, more + 1, device=self.ids.device)
+        rows, positions = (
+            torch.cat([x, x[..., -1:] + after.expand(*x.shape[:-1], -1)], -1) for x in (self.rows, self.positions)
+        )
+        counted = torch.ones_like(self.rows, dtype=torch.bool) if self.counted is None else self.counted
+        return pad(self.ids, (0, more)), rows, positions, pad(counted, (0, more))
 
 
 def _stream(tensor: Tensor) -> Any:

@@ -124,12 +124,16 @@ def row_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    with_lse: bool = False,
     hopper: bool = False,
-) -> Tensor:
-    """Output of `foveate.ops.row_attention`; with `hopper`, by the Hopper kernel if it can address the tensors."""
+) -> tuple[Tensor, Tensor]:
+    """Output of `foveate.ops.row_attention` and, with `with_lse`, LSE.
+
+    With `hopper`, by the Hopper kernel if it can address the tensors.
+    """
     out = empty_like(q)
     if not out.numel():
-        return out
+        return out, empty_lse(q)
     if scale < 0:  # kernels take the running maximum of unscaled scores
         q, scale = -q, -scale
     q, k, v = map(row_contiguous, (q, k, v))
@@ -146,12 +150,12 @@ def row_attention(
         lse = _launch_triton(q, k, v, rows, scale, window, out)
     if sinks is not None:  # logits without a value
         out *= torch.sigmoid(lse.logsumexp(0) - sinks.float()[:, None])[..., None]
-    return out
+    return out, lse.logsumexp(0) if with_lse and len(lse) > 1 else lse[0]
 
 
 @torch.library.register_fake(row_attention)
-def _(q: Tensor, *args: object) -> Tensor:
-    return empty_like(q)
+def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return empty_like(q), empty_lse(q)
 
 
 def _launch_triton(
