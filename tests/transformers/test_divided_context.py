@@ -1,5 +1,8 @@
 """A context divided over processes gives what one process gives."""
 
+from functools import partial
+from typing import Any
+
 import processes
 import pytest
 import torch
@@ -15,7 +18,13 @@ METHODS = (
     InfoFlowKV(recompute=0.4), InfoFlowKV(recompute=0.4, reorder=True), InfoFlowKV(norm="l1", geometry="hl-tp"),
     EPIC(recompute=0.5), CacheBlend(recompute=0.3), FullPrefill(), NoRecompute(),
 )  # fmt: skip
-NEAR = {"rtol": 0, "atol": 1e-11}
+near = partial(torch.testing.assert_close, rtol=0, atol=1e-11)
+
+
+def states(context):
+    """Keys and values of all layers, of a context or a patched context."""
+    layers: Any = context.cache().layers
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def check(family, rope, documents, methods):
@@ -27,15 +36,14 @@ def check(family, rope, documents, methods):
     dist.all_gather(kept, torch.tensor([len(context.rows)]))
     assert sum(kept) == len(one), "every row is kept once"
     layers = tuple(range(4))
-    torch.testing.assert_close(context.score(PROMPTS[1], layers), one.score(PROMPTS[1], layers), **NEAR)
-    for got, want in zip(context.cache().layers, one.cache().layers, strict=True):
-        torch.testing.assert_close((got.keys, got.values), (want.keys, want.values), **NEAR)
+    near(context.score(PROMPTS[1], layers), one.score(PROMPTS[1], layers))
+    near(states(context), states(one))
     for method in methods:
         with context.patch(method, PROMPTS[1]) as got, one.patch(method, PROMPTS[1]) as want:
             assert got.order == want.order
             assert torch.equal(got.rows, want.rows)
-            torch.testing.assert_close(got.logits(), want.logits(), **NEAR)
-            torch.testing.assert_close(got.cache().layers[-1].keys, want.cache().layers[-1].keys, **NEAR)
+            near(got.logits(), want.logits())
+            near(states(got), states(want))
             assert got.generate(max_new_tokens=9) == want.generate(max_new_tokens=9)
             assert got.logits(last=1).shape == (1, 64)
     assert context.answers(METHODS[0], PROMPTS, max_new_tokens=4) == one.answers(METHODS[0], PROMPTS, max_new_tokens=4)

@@ -94,10 +94,12 @@ class Context:
         division = self.lm.division
         return states if division is None else division.whole(states, self.rows, len(self), dim)
 
-    def filling(self, positions: Int[Tensor, "*axes rows"] | None = None, end: int | None = None) -> Filling:
-        """Content of a `RowCache`, with keys at these positions before the position `end`, or at those of the context."""
-        keys = self.keys if positions is None else self.keys_at(positions)
-        return Filling(keys, self.values, self.rows, len(self), self.end if end is None else end)
+    def filling(self, geometry: Geometry = "global") -> Filling:
+        """Content of a `RowCache`, with keys at the positions of this geometry."""
+        if geometry == "global":
+            return Filling(self.keys, self.values, self.rows, len(self), self.end)
+        tokens, end = self.placed(geometry)
+        return Filling(self.keys_at(tokens.positions), self.values, self.rows, len(self), end)
 
     def _concatenated(
         self, name: str, rotations: Sequence[tuple[Any, ...]]
@@ -212,8 +214,8 @@ def answers(
         contexts: A context for each prompt. Lengths may differ, and a context may occur more than once.
         method: `InfoFlowKV`, or one of `foveate.methods.baselines.kv_baselines`.
         prompts: Text or token ids to generate from.
-        batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory. If several processes
-            divide the contexts, prompts are answered one by one.
+        batch_size: Largest number of prompts of a batch. Each has a copy of its context in memory. Processes that
+            divide their contexts take one prompt at a time.
         max_new_tokens: Largest number of tokens to generate.
         **options: Other options of `model.generate`. With `num_return_sequences`, the texts for a prompt are adjacent.
 
@@ -442,11 +444,10 @@ class _ComposedBatch:
         """Attention that each row receives from the question after its context. The copy stays unchanged."""
         how = layers, norm, geometry
         if how not in self._scores:
-            moved = [context.placed(geometry) for context in self.contexts]
+            moved = [context.filling(geometry) for context in self.contexts]
             if geometry != "global":
-                pairs = zip(self.contexts, moved, strict=True)
-                self.cache.fill(context.filling(at.positions, end) for context, (at, end) in pairs)
-            self._scores[how] = self.cache.received(self.questions, [start for _, start in moved], layers, norm)
+                self.cache.fill(moved)
+            self._scores[how] = self.cache.received(self.questions, [each.position for each in moved], layers, norm)
             if geometry != "global":
                 self._fill()
         return self._scores[how]

@@ -62,17 +62,18 @@ class ChunkEncoder(LanguageModel):
             raise ValueError(f"pass a list of documents, not one text: [{texts[:20]!r}]")
         documents = [self.read(text) for text in texts]
         self._check_documents(documents)
-        if self.division is None:
-            return self.encode_read(documents)
-        holders = [self.division.holder(i) for i in range(len(documents))]
-        mine = [document for document, holder in zip(documents, holders, strict=True) if holder == self.division.rank]
-        encoded = iter(self.encode_read(mine))
-        return [
-            replace(next(encoded), holder=holder)
-            if holder == self.division.rank
-            else self.kept_elsewhere(document.ids, holder)
-            for document, holder in zip(documents, holders, strict=True)
-        ]
+        encoded = iter(self.encode_read([document for i, document in enumerate(documents) if self.keeps(i)]))
+        chunks = (next(encoded) if self.keeps(i) else None for i in range(len(documents)))
+        return [self.share(i, chunk, read.ids) for i, (chunk, read) in enumerate(zip(chunks, documents, strict=True))]
+
+    def keeps(self, number: int) -> bool:
+        """Whether this process keeps the chunk with this number among those that are divided."""
+        return self.division is None or self.division.holder(number) == self.division.rank
+
+    def share(self, number: int, chunk: ChunkCache | None, ids: Int[Tensor, "tokens"]) -> ChunkCache:
+        """A chunk of those that are divided; `chunk` is None if another process keeps it."""
+        chunk = chunk or ChunkCache(ids.to(self.device), {}, dict(self.fingerprint))
+        return chunk if self.division is None else replace(chunk, holder=self.division.holder(number))
 
     def _holder(self, number: int, chunk: ChunkCache) -> int | None:
         """Rank of the process that keeps a chunk of a context."""
@@ -81,18 +82,12 @@ class ChunkEncoder(LanguageModel):
             return None
         return self.division.holder(number) if chunk.holder is None else chunk.holder
 
-    def kept_elsewhere(self, ids: Int[Tensor, "tokens"], holder: int) -> ChunkCache:
-        """A chunk whose keys and values another process of the group keeps."""
-        return ChunkCache(ids.to(self.device), {}, dict(self.fingerprint), holder=holder)
-
     def _check_documents(self, documents: Sequence[ReadDocument]) -> None:
         for i, document in enumerate(documents):
             if not len(document.ids):
                 raise ValueError(f"document {i} is empty: leave it out")
             tokens = len(self.prefix) + len(document.ids)
             self.check_length(tokens, f"document {i} with its prefix", "split it")
-            if document.images and self.division is not None:
-                raise ValueError(f"document {i} holds images, which one process must read: leave out process_group")
 
     def encode_read(self, documents: Sequence[ReadDocument]) -> list[ChunkCache]:
         """Caches, in this process, of documents that `read` has tokenized."""

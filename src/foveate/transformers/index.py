@@ -11,6 +11,7 @@ from threading import Lock
 from time import time
 from typing import Any, NamedTuple
 
+import torch
 from xxhash import xxh3_128
 
 from foveate.transformers.chunk import ChunkCache, differences
@@ -297,10 +298,13 @@ class ChunkIndex:
         return 8 * tokens + row * (rows + 4 if eight_bit else rows * self.encoder.dtype.itemsize)
 
     def load(self, passages: Sequence[int]) -> list[ChunkCache]:
-        """Load the chunks of passages. Missing or damaged chunks are encoded again."""
+        """Load the chunks of passages. Missing or damaged chunks are encoded again.
+
+        If several processes divide a context, each loads the chunks that it keeps.
+        """
         before = self._loaded  # other threads may load other passages meanwhile
-        files = [self._files[passage] for passage in passages]
-        used = {file: before.get(file) or self._read(passage) for file, passage in zip(files, passages, strict=True)}
+        here = {self._files[passage]: passage for i, passage in enumerate(passages) if self.encoder.keeps(i)}
+        used = {file: before.get(file) or self._read(passage) for file, passage in here.items()}
         kept = {file: chunk for file, chunk in before.items() if file not in used} | used
         size = sum(chunk.nbytes for chunk in kept.values())
         for file in [file for file in kept if file not in used]:
@@ -309,7 +313,10 @@ class ChunkIndex:
         for file in used:
             self._folder.touch(file)
         self._loaded = kept
-        return [used[file] for file in files]
+        return [
+            self.encoder.share(i, used.get(self._files[passage]), torch.tensor(self.ids[passage]))
+            for i, passage in enumerate(passages)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -337,7 +344,7 @@ class ChunkIndex:
         return self.passages[passage].content if self.passages[passage].image else self.ids[passage]
 
     def _encode(self, passage: int) -> ChunkCache:
-        (chunk,) = self.encoder.encode([self._content(passage)])
+        (chunk,) = self.encoder.encode_read([self.encoder.read(self._content(passage))])
         return chunk.quantized() if self._files[passage].endswith(EIGHT_BIT) else chunk
 
     def _write(self, file: str, content: bytes) -> bool:

@@ -312,16 +312,6 @@ def _is_weight_only(weight: Any) -> bool:
     return known and getattr(weight, "act_quant_kwargs", None) is None
 
 
-def _check_division(config: Any, division: Division, fingerprint: dict[str, str]) -> None:
-    """Check that several processes can divide a context of this model."""
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if windows or getattr(config, "sliding_window", None):
-        raise ValueError("layers with a sliding window attend to near rows only, so that dividing a context over "
-                         "processes gains nothing: leave out process_group")  # fmt: skip
-    if fingerprint != division.same(fingerprint):
-        raise ValueError(f"process {division.rank} has another model or tokenizer than process 0: load the same")
-
-
 class ReadDocument(NamedTuple):
     """A document, tokenized, with its images prepared.
 
@@ -377,7 +367,7 @@ class LanguageModel:
             self.fingerprint["processor"] = self._images.fingerprint
         self.division = None if process_group is None else Division(process_group)
         if self.division is not None:
-            _check_division(self.config, self.division, self.fingerprint)
+            self._check_division(self.division)
 
     @property
     def name(self) -> str:
@@ -530,6 +520,16 @@ class LanguageModel:
         """Shape of the keys or the values of all layers: [layers, batch, groups, rows, dim]."""
         config = self.config
         return config.num_hidden_layers, batch, config.num_key_value_heads, rows, self.head_dim
+
+    def _check_division(self, division: Division) -> None:
+        """Check that several processes can divide a context."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        if "sliding_attention" in kinds or getattr(self.config, "sliding_window", None):
+            raise ValueError("several processes cannot divide a sliding window of attention: leave out process_group")
+        if self.takes_images:
+            raise ValueError("several processes read no images: pass the tokenizer, or leave out process_group")
+        if self.fingerprint != division.same(self.fingerprint):
+            raise ValueError(f"process {division.rank} has another model or tokenizer than process 0: load the same")
 
     def row_cache(self, batch: int, rows: int) -> RowCache:
         """A cache for this many contexts and rows. Fill it before use, and return it with `give_back` after use."""

@@ -1,5 +1,6 @@
 """`foveate rag`: the commands about folders of documents."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -126,6 +127,11 @@ def rag(
 
     foveate rag notes --model Qwen/Qwen3-8B -o norm=l1 -o reorder=true "Where was the keeper from?"
 
+    torchrun --nproc-per-node 4 -m foveate rag notes --model Qwen/Qwen3-8B "Where was the keeper from?"
+
+    With torchrun, each GPU keeps and computes a part of the context: the first token comes sooner, and longer contexts
+    fit.
+
     foveate rag texts/facts --compare < texts/questions.txt
 
     The last command asks the built-in reader about texts of `foveate demo texts`. Several questions end with a table
@@ -145,8 +151,9 @@ def rag(
     from foveate.transformers.rag import ask, runs
 
     (chunks,), encoder, before, after = open_indexes(
-        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype, force
-    )
+        [folder], model, index, chunk, eight_bit, max_disk, max_memory, prefix, chat, device, dtype, force,
+        divided=True,
+    )  # fmt: skip
     unknown = encoder.tokenizer.unk_token_id
     texts = [passage.text for passage, ids in zip(chunks.passages, chunks.ids, strict=True) if unknown in ids]
     warn_unknown_words(model, encoder.tokenizer, "\n".join([*texts, prompt.replace("{question}", "")]))
@@ -158,7 +165,7 @@ def rag(
     }
     request: Any = {"prompt": prompt + after, "embed": embed, "top": top, "max_new_tokens": max_new_tokens}
     replies: list[Any] = []
-    for lines in _lines(questions):
+    for lines in _shared(_lines(questions)):
         asked, earlier = _questions(lines), len(replies)
         warn_unknown_words(model, encoder.tokenizer, "\n".join(question for question, *_ in asked))
         try:
@@ -169,7 +176,7 @@ def rag(
                     replies.append(reply._replace(right=tuple(right)))
         finally:  # keep the answers from before an error or Ctrl-C
             print_refused(chunks)
-            if new := replies[earlier:]:
+            if (new := replies[earlier:]) and not console.quiet:  # one of several processes prints
                 _print_replies(new, chunks)
                 _write_page(out, reply_page(chunks, replies, settings))
 
@@ -202,6 +209,17 @@ def recompute_methods(name: str, recompute: float | None, options: dict[str, str
             other, {} if other in ("none", "full") else budget
         )
     return methods
+
+
+def _shared(lines: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The lines that the first of several processes reads."""
+    if "LOCAL_RANK" not in os.environ:
+        yield from lines
+        return
+    from accelerate.utils import broadcast_object_list
+
+    while (read := broadcast_object_list([None if console.quiet else next(lines, None)])[0]) is not None:
+        yield read
 
 
 def _lines(questions: Sequence[str] | None) -> Iterator[list[str]]:

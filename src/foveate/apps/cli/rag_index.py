@@ -182,11 +182,12 @@ def open_indexes(
     device: str,
     dtype: str,
     force: bool = False,
+    divided: bool = False,
 ) -> tuple[list[Any], Any, str, str]:
     """Open the index of each folder; returns the indexes, their encoder, and the texts before and after the passages.
 
-    A folder of documents is encoded, divided among processes that were launched together. An existing index is opened
-    unchanged. The arguments are the options of the commands.
+    A folder of documents is encoded, divided among processes that were launched together; with `divided`, they then
+    divide each context. An existing index is opened unchanged. The other arguments are the options of the commands.
     """
     from foveate.transformers.model import reads_images
     from foveate.transformers.readers import read_documents
@@ -203,7 +204,7 @@ def open_indexes(
         where = str(index or index_folder(Path(folder), model)) if documents else folder
         sources.append((where, documents, skipped, ignored))
     options |= {"date": date_of(*(where for where, *_ in sources)), "force": force}
-    encoder, before, after = _open_encoder(model, prefix, chat, device, dtype, options["date"])
+    encoder, before, after = _open_encoder(model, prefix, chat, device, dtype, options["date"], divided)
     from foveate.transformers.index import ChunkIndex, index_documents
 
     indexes: list[Any] = []
@@ -219,18 +220,22 @@ def open_indexes(
 
 
 def _open_encoder(
-    model: str, prefix: str, chat: bool | None, device: str, dtype: str, date: str
+    model: str, prefix: str, chat: bool | None, device: str, dtype: str, date: str, divided: bool = False
 ) -> tuple[Any, str, str]:
     """An encoder on this process's device, and the texts before and after the passages."""
+    import torch.distributed as dist
+
     from foveate.transformers import ChunkEncoder
     from foveate.transformers.model import chat_frame, check_config, load_processor, reads_images
 
     if "LOCAL_RANK" in os.environ:
-        _, device = join_processes(device)
+        state, device = join_processes(device)
+        divided = divided and state.num_processes > 1
     language_model, tokenizer = open_reader(model, device, dtype, check_config)
     before, after = chat_frame(tokenizer, chat, date)
-    reads = load_processor(model) if model and reads_images(model) else tokenizer
-    return ChunkEncoder(language_model, reads, before + prefix), before + prefix, after
+    group = dist.group.WORLD if divided and "LOCAL_RANK" in os.environ else None
+    reads = load_processor(model) if model and group is None and reads_images(model) else tokenizer
+    return ChunkEncoder(language_model, reads, before + prefix, group), before + prefix, after
 
 
 def _build(chunks: Any, skipped: Sequence[str], ignored: Counter[str]) -> None:
