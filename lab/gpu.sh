@@ -117,6 +117,10 @@ parallel() { # [6 on two GPUs, estimated; fails on one]
   timed $two --model wan-14b --grid 21x45x80 --rounds 2 "${commit[@]}"
 }
 
+divided() { # [6 on two GPUs, estimated; fails on one: contexts of a language model over several GPUs]
+  timed torchrun --standalone --nproc-per-node "${GPUS:-2}" -m lab.bench.divided_context lab/results "${commit[@]}"
+}
+
 built_in() { # [2]
   step built-in 256,512 --text-tokens 64
   step built-in 256,512 --text-tokens 64 --compile
@@ -236,8 +240,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel built_in quality joint
-  over_steps merging sparse distilled
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel divided built_in quality
+  joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

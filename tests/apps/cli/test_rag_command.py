@@ -300,7 +300,14 @@ def test_processes_that_are_launched_together_divide_a_folder(model):
     done = subprocess.run([*launch, *index], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("4 passages, 27 tokens") == 1
-    assert "0 encoded, 4 found" in said(run(model))
+    alone = said(run(model, "w3 w8 w5"))
+    assert "0 encoded, 4 found" in alone
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "foveate"]
+    ask = ["rag", "notes", *index[3:], "--max-new-tokens", "5"]
+    done = subprocess.run([*launch, *ask], input="w3 w8 w5\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    question, answer, *_ = done.stdout.splitlines()
+    assert f"{question} {answer} " in alone
 
 
 @pytest.mark.parametrize(("text", "size"), [("20GB", 2e10), ("1.5 MiB", 1.5 * 2**20), ("7", 7), ("3k", 3000), ("", 5)])

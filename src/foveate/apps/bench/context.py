@@ -245,12 +245,12 @@ def find_encoder(model: str, device: torch.device, dtype: torch.dtype) -> ChunkE
     return encoder_of_ids(random_model(lambda: LlamaForCausalLM(LlamaConfig(**MODELS[model])), device, dtype))
 
 
-def encoder_of_ids(model: Any) -> ChunkEncoder:
+def encoder_of_ids(model: Any, process_group: Any = None) -> ChunkEncoder:
     """Encoder without a tokenizer, for token ids. Token 0 is the prefix."""
     tokenizer: Any = SimpleNamespace(
         bos_token_id=0, get_vocab=dict, special_tokens_map={}, decode=lambda ids, **options: " ".join(map(str, ids))
     )
-    return ChunkEncoder(model, tokenizer)
+    return ChunkEncoder(model, tokenizer, process_group=process_group)
 
 
 def random_ids(encoder: ChunkEncoder, count: int, seed: int = 0) -> Tensor:
