@@ -20,6 +20,8 @@ CLAIM = re.compile(r"\**[-+]?\d")
 """The start of a cell that shows a number."""
 ELSEWHERE = re.compile(r"not measured: \w|computed by \w")
 """The start of a comment that says why numbers are not compared with a result."""
+CARD = re.compile(r"H\d+|CPU")
+"""The names of the devices of results, as pages write them."""
 TABLE = re.compile(r"(?P<comments>(?:^<!-- (?:(?!-->).)*-->\n)*)(?P<table>(?:^\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 
 
@@ -63,6 +65,14 @@ def load(file: str) -> list[Record]:
     if not paths:
         raise LookupError(f"there is no {file} in {', '.join(str(folder.relative_to(ROOT)) for folder in FOLDERS)}")
     return list(records(json.loads(paths[0].read_text(), object_hook=Fields)))
+
+
+def device(file: str) -> tuple[set[str], str]:
+    """The devices that a result was measured on, such as {"H200"}, and the commit; empty where it does not say."""
+    result = load(file)[0].fields
+    about = result.get("versions") or result
+    name = about.get("GPU") or about.get("device") or ""
+    return set(CARD.findall(name.replace("none", "CPU").replace("cpu", "CPU"))), str(about.get("commit") or "")
 
 
 class Selection(NamedTuple):
@@ -112,9 +122,9 @@ class Selection(NamedTuple):
         """The numbers that a cell of this selection shows."""
         fields = self.record()
         if "base." in self.fields:
-            fields = Fields(fields | {"base": base.over(self).record()})
+            fields = Fields(fields | {"base": base.record()})
         try:
-            return list(flat(eval(self.fields, {"__builtins__": {"min": min, "max": max}}, fields)))
+            return list(flat(eval(self.fields, {"__builtins__": {"min": min, "max": max, "sum": sum}}, fields)))
         except (NameError, SyntaxError, TypeError) as error:
             raise LookupError(
                 f"{self.fields!r}: {error}; {self.name!r} in {self.file} has {', '.join(fields)}"
@@ -132,23 +142,36 @@ def flat(value: Any) -> Iterator[float | None]:
         yield value
 
 
-class Table(NamedTuple):
-    """A table of a page, and the comments above it."""
+class Place(NamedTuple):
+    """Where the numbers of a cell are, and those that it compares them with."""
 
+    own: Selection
+    base: Selection
+
+    def files(self) -> set[str]:
+        """The results that the numbers come from."""
+        compared = [self.own, self.base] if "base." in self.own.fields else [self.own]
+        return {selection.file for selection in compared if selection.file}
+
+
+class Table(NamedTuple):
+    """A table of a page, the text above it, and the comments between them."""
+
+    text: str
     comments: list[str]
     head: list[str]
     rows: list[list[str]]
 
     def differences(self) -> list[str]:
         """What the table shows and its results do not say."""
-        results = [comment for comment in self.comments if not ELSEWHERE.match(comment)]
         try:
-            compared = [self.compare(comment) for comment in results]
+            places = self.places()
         except LookupError as error:
             return [str(error)]
-        found = [f"{self.place(*cell)}: {wrong}" for cells in compared for cell, wrong in cells.items() if wrong]
-        if len(results) == len(self.comments):
-            named = set().union(*compared)
+        compared = [(i, j, difference(self.rows[i][j], place)) for i, j, place in places]
+        found = [f"{self.place(i, j)}: {wrong}" for i, j, wrong in compared if wrong]
+        if not any(ELSEWHERE.match(comment) for comment in self.comments):
+            named = {(i, j) for i, j, _ in places}
             numbers = [(i, j) for i, row in enumerate(self.rows) for j in range(1, len(row)) if CLAIM.match(row[j])]
             found += [
                 f"{self.place(i, j)}: no comment above the table names the result of {self.rows[i][j]!r}"
@@ -161,8 +184,21 @@ class Table(NamedTuple):
         """Row and column of a cell, in words."""
         return f"row {self.rows[i][0]!r}, column {self.head[j]!r}"
 
-    def compare(self, comment: str) -> dict[tuple[int, int], str | None]:
-        """What is wrong, or None, in each cell that a comment does not skip."""
+    def unnamed_devices(self) -> set[str]:
+        """The devices that its numbers come from, if there are several of which it does not name each.
+
+        They may be named in the first row, in the first column, or in the text above the table.
+        """
+        devices = set().union(*(device(file)[0] for _, _, place in self.places() for file in place.files()))
+        named = " ".join([self.text, *self.head, *(row[0] for row in self.rows)])
+        return devices - set(CARD.findall(named)) if len(devices) > 1 else set()
+
+    def places(self) -> list[tuple[int, int, Place]]:
+        """Row and column of each cell that a comment names, and where its numbers are."""
+        return [place for comment in self.comments if not ELSEWHERE.match(comment) for place in self.read(comment)]
+
+    def read(self, comment: str) -> Iterator[tuple[int, int, Place]]:
+        """Row and column of each cell that a comment does not skip, and where its numbers are."""
         said = dict(re.findall(r"^(\w+): +(.*?)\s*(?=^\w+: |\Z)", comment, re.DOTALL | re.MULTILINE))
         if not {"rows", "columns"} <= said.keys() <= {"rows", "columns", "results", "base"}:
             raise LookupError(f"a comment above a table needs `rows: ` and `columns: `, this one says {comment!r}")
@@ -173,18 +209,18 @@ class Table(NamedTuple):
         if (len(rows), len(columns)) != (len(self.rows), len(self.head) - 1):
             shape = f"{len(self.rows)} rows and {len(self.head) - 1} columns after the first"
             raise LookupError(f"the comment names {len(rows)} rows and {len(columns)} columns, the table has {shape}")
-        return {
-            (i, j): difference(self.rows[i][j], row.over(column).over(results), bases[i % len(bases)])
-            for i, row in enumerate(rows)
-            for j, column in enumerate(columns, start=1)
-            if self.rows[i][j] and row.name != "-" and column.fields != "-"
-        }
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns, start=1):
+                if self.rows[i][j] and row.name != "-" and column.fields != "-":
+                    own = row.over(column).over(results)
+                    yield i, j, Place(own, bases[i % len(bases)].over(own))
 
 
-def difference(cell: str, place: Selection, base: Selection) -> str | None:
+def difference(cell: str, place: Place) -> str | None:
     """What a cell shows and its results do not say."""
+    own, base = place
     try:
-        values = place.numbers(base)
+        values = own.numbers(base)
     except LookupError as error:
         return f"{cell!r} cannot be checked: {error}"
     shown, scale = NUMBER.findall(cell), 1.0
@@ -195,16 +231,19 @@ def difference(cell: str, place: Selection, base: Selection) -> str | None:
         near = 0.5001 * 10.0 ** -len(number.partition(".")[2])
         if value is None or abs(scale * value - float(number.replace(",", ""))) > near + 1e-5 * abs(scale * value):
             measured = value and scale * value
-            return f"{cell!r} shows {number}, measured is {measured}: {place.fields} of {place.name} in {place.file}"
+            return f"{cell!r} shows {number}, measured is {measured}: {own.fields} of {own.name} in {own.file}"
     return None
 
 
 def tables(text: str) -> list[Table]:
     """The tables of a page."""
-    found = []
-    for match in TABLE.finditer(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+    found, end = [], 0
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for match in TABLE.finditer(text):
         head, _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")] for line in match["table"].splitlines()
         )
-        found.append(Table(re.findall(r"<!-- (.*?)-->", match["comments"], re.DOTALL), head, rows))
+        above = re.split(r"^#+ ", text[end : match.start()], flags=re.MULTILINE)[-1]  # below the last heading
+        found.append(Table(above, re.findall(r"<!-- (.*?)-->", match["comments"], re.DOTALL), head, rows))
+        end = match.end()
     return found

@@ -95,6 +95,21 @@ def test_comments_share_a_table_and_skip_what_another_one_names():
     assert len(differences(cells, right)) == 3
 
 
+@pytest.mark.parametrize(
+    "above", ["", "On an H200, half of the tokens on an H100.\n\n", "H100 and H200.\n\n## Other\n\n"]
+)
+def test_devices_that_neither_the_table_nor_the_text_above_it_names_are_found(above, tmp_path):
+    for file, name in {"result.json": "NVIDIA H200", "other.json": "NVIDIA H100 80GB HBM3"}.items():
+        (tmp_path / file).write_text(json.dumps(RESULT | {"versions": {"GPU": name}}))
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in (HEAD, ["---"] * len(HEAD), *CELLS))
+    (same,) = doc_tables.tables(above + COMMENT + rows + "\n")
+    (mixed,) = doc_tables.tables(above + COMMENT.replace("ToMA keep=0.5", "ToMA keep=0.5 in other.json") + rows + "\n")
+    assert not same.unnamed_devices()
+    assert mixed.unnamed_devices() == (set() if above.startswith("On an H200") else {"H100", "H200"})
+    of_rows = [[f"{name}, {card}", *cells] for (name, *cells), card in zip(mixed.rows, ("H200", "H100"), strict=True)]
+    assert not mixed._replace(rows=of_rows).unnamed_devices()
+
+
 @pytest.mark.parametrize("comment", ["", "<!-- of an older run -->\n", COMMENT.replace("columns:", "colums:")])
 def test_numbers_need_a_comment_that_names_their_results(comment):
     assert differences(CELLS, comment)

@@ -203,6 +203,13 @@ def test_each_number_of_a_table_is_that_of_its_row_and_column_in_the_results(pag
         assert not table.differences(), "\n".join([page, *table.differences()])
 
 
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if tables(text)])
+def test_a_table_with_results_of_several_devices_names_each_of_them(page):
+    for table in tables(PAGES[page]):
+        missing = table.unnamed_devices()
+        assert not missing, f"{page}, the table of {table.rows[0][0]!r} has numbers of {missing}, and does not say so"
+
+
 def test_a_table_that_is_computed_names_who_checks_it():
     for page, text in PAGES.items():
         for path in re.findall(r"<!-- computed by (\S+) -->", text):
