@@ -187,10 +187,10 @@ class Table(NamedTuple):
     def unnamed_devices(self) -> set[str]:
         """The devices that its numbers come from, if there are several of which it does not name each.
 
-        They may be named in the first row, in the first column, or in the text above the table.
+        They may be named in the table or in the text above it.
         """
         devices = set().union(*(device(file)[0] for _, _, place in self.places() for file in place.files()))
-        named = " ".join([self.text, *self.head, *(row[0] for row in self.rows)])
+        named = " ".join([self.text, *self.head, *(cell for row in self.rows for cell in row)])
         return devices - set(CARD.findall(named)) if len(devices) > 1 else set()
 
     def places(self) -> list[tuple[int, int, Place]]:

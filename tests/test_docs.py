@@ -12,7 +12,7 @@ from pathlib import Path
 
 import diffusers
 import pytest
-from doc_tables import tables
+from doc_tables import device, tables
 from lab import scale
 from PIL import Image
 
@@ -208,6 +208,14 @@ def test_a_table_with_results_of_several_devices_names_each_of_them(page):
     for table in tables(PAGES[page]):
         missing = table.unnamed_devices()
         assert not missing, f"{page}, the table of {table.rows[0][0]!r} has numbers of {missing}, and does not say so"
+
+
+def test_each_number_beside_that_of_a_paper_has_its_device_and_commit():
+    for table in tables(PAGES["papers.md"]):
+        for i, _, place in table.places():
+            for file in place.files():
+                devices, commit = device(file)
+                assert ", ".join([*sorted(devices), commit or "commit unknown"]) in table.rows[i][-1], table.rows[i]
 
 
 def test_a_table_that_is_computed_names_who_checks_it():
