@@ -80,8 +80,9 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-flux_untrained() { # [6: what holds without training, see docs/quality-without-training.md, and tiles that slide along the curve]
-  local methods=(--method llsa:top_k=16) tiles how
+# [9, estimated: what README's table shows, on one card: exact (one tile), ToMA, LLSA, and tiles that slide diagonally and along the curve]
+flux_untrained() {
+  local methods=(--method hilberta:tiles=1 --method toma:keep=0.75 --method toma:keep=0.5 --method llsa:top_k=16) tiles how
   for tiles in 4 16; do
     methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
   done
@@ -105,7 +106,7 @@ compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as C
   local model how
   for model in flux-dev sdxl; do
     for how in "" --compile --cuda-graphs; do
-      step "$model" 1024 --rounds 5 --method toma:keep=0.5 --method hilberta:tiles=16 $how --out "out/modes"
+      step "$model" 1024 --rounds 5 --method toma:keep=0.5 --method hilberta:tiles=1 --method hilberta:tiles=16 $how --out "out/modes"
     done
   done
 }
