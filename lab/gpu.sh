@@ -111,16 +111,23 @@ compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as C
   done
 }
 
-parallel() { # [6 on two GPUs, estimated; fails on one]
-  local two="torchrun --standalone --nproc-per-node 2 -m lab.bench.parallel lab/results"
-  timed $two --model flux-dev --grid 128x128 --eager "${commit[@]}"
-  timed $two --model flux-dev --grid 128x128 "${commit[@]}"
-  timed $two --model wan-14b --grid 21x45x80 --rounds 2 "${commit[@]}"
+# on 2, 4 and 8 GPUs, as far as there are so many
+on_each() {
+  local gpus
+  for gpus in 2 4 8; do
+    (($(nvidia-smi --list-gpus | wc -l) < gpus)) ||
+      timed torchrun --standalone --nproc-per-node $gpus -m "$1" lab/results "${@:2}" "${commit[@]}"
+  done
 }
 
-divided() { # [6 on two GPUs, estimated; fails on one: contexts of a language model over several GPUs]
-  timed torchrun --standalone --nproc-per-node "${GPUS:-2}" -m lab.bench.divided_context lab/results "${commit[@]}"
+parallel() { # [12 on two GPUs, estimated]
+  on_each lab.bench.parallel --model flux-dev --grid 128x128 --eager
+  on_each lab.bench.parallel --model flux-dev --grid 128x128
+  on_each lab.bench.parallel --model wan-14b --grid 21x45x80 --rounds 2
+  on_each lab.bench.parallel --model minimax-h3 --grid 37x23x40 --layers 20 --rounds 2
 }
+
+divided() { on_each lab.bench.divided_context; } # [6 on two GPUs, estimated: contexts of a language model over several GPUs]
 
 built_in() { # [2]
   step built-in 256,512 --text-tokens 64

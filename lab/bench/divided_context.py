@@ -5,12 +5,8 @@ torchrun --nproc-per-node 2 -m lab.bench.divided_context lab/results --tokens 81
 """
 
 import argparse
-import json
-import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,8 +24,7 @@ from foveate.methods.baselines.kv_baselines import FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.context import patch_batch
-from foveate.utils.device import versions
-from foveate.utils.timing import now, peak_memory
+from lab.bench.ranks import difference, join, most_memory, save, slowest
 
 
 def ring_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -73,24 +68,6 @@ def recomputed(encoder: ChunkEncoder, work: Work, prompt: Tensor, method: Recomp
     return logits
 
 
-def timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median seconds until the slowest process is done, and the most memory of a process."""
-    peak, taken = peak_memory(call, device), list[float]()
-    for _ in range(2 + rounds):  # two to compile and warm up
-        dist.barrier()
-        began = now(device)
-        call()
-        seconds = torch.tensor(now(device) - began)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        taken.append(float(seconds))
-    return {"first_token_s": median(taken[2:]), "peak_bytes": peak or 0}
-
-
-def difference(got: Tensor, want: Tensor) -> float:
-    """Relative difference."""
-    return float((got - want).float().norm() / want.float().norm())
-
-
 @torch.no_grad()
 def main() -> None:
     """Time full prefills and recomputed chunks on one GPU and on all GPUs, and write the JSON file."""
@@ -101,17 +78,15 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", help="commit of this code, where git cannot tell it")
-    options, rank = parser.parse_args(), int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    options, device = parser.parse_args(), join()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     one = find_encoder(options.model, device, dtype)  # the same weights on every GPU
     all_ = encoder_of_ids(one.model, dist.group.WORLD)
-    ours, gpus, rows = InfoFlowKV(recompute=0.15), dist.get_world_size(), []
+    ours, gpus, rows = InfoFlowKV(recompute=0.15), dist.get_world_size(), list[dict[str, Any]]()
+    about = {
+        "what": "time to the first token, timing only: random weights", "model": options.model, "chunk": options.chunk,
+    }  # fmt: skip
     for tokens in map(int, options.tokens.split(",")):
         alone, divided = (Work(encoder, tokens, Workload(options.chunk)) for encoder in (one, all_))
         (question,) = alone.draw(1, 0)
@@ -128,28 +103,20 @@ def main() -> None:
             ),
             ("InfoFlow 15%", gpus): partial(recomputed, all_, divided, question.prompt, ours, True),
         }
-        if cuda:
+        if device.type == "cuda":
             variants["ring attention, full prefill", gpus] = partial(ring_prefill, alone, question.prompt, mesh)
-        change = difference(variants["InfoFlow 15%", gpus](), variants["InfoFlow 15%", 1]())
-        first = len(rows)
+        errors = {
+            "all_recomputed_error": error,
+            "change_by_dividing": difference(variants["InfoFlow 15%", gpus](), variants["InfoFlow 15%", 1]()),
+        }
+        full = slowest(variants["full prefill", 1], options.rounds, device)
         for (variant, count), call in variants.items():
-            about = {"tokens": tokens, "variant": variant, "gpus": count}
-            rows.append(about | timed(call, options.rounds, device))
-            rows[-1]["speed_up"] = rows[first]["first_token_s"] / rows[-1]["first_token_s"]
-            if rank == 0:
-                print(rows[-1], flush=True)
-        for row in rows[first:]:
-            row |= {"all_recomputed_error": error, "change_by_dividing": change}
+            seconds, peak = slowest(call, options.rounds, device), most_memory(call, device)
+            rows.append({"tokens": tokens, "variant": variant, "gpus": count, "first_token_s": seconds,
+                         "speed_up": full / seconds, "peak_bytes": peak, **errors})  # fmt: skip
+            file = f"divided-context-{options.model}-{gpus}-{device.type}.json"
+            save(options.out / file, about, rows, options.commit)
         one.free()
-        if rank == 0:
-            about = {
-                "what": "time to the first token, timing only: random weights", "model": options.model, "gpus": gpus,
-                "chunk": options.chunk, "rows": rows,
-                "versions": versions() | ({"commit": options.commit} if options.commit else {}),
-            }  # fmt: skip
-            options.out.mkdir(parents=True, exist_ok=True)
-            file = options.out / f"divided-context-{options.model}-{gpus}-{device.type}.json"
-            file.write_text(json.dumps(about, indent=2) + "\n")
     dist.destroy_process_group()
 
 

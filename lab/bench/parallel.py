@@ -5,38 +5,36 @@ torchrun --nproc-per-node 2 -m lab.bench.parallel lab/results --model flux-dev -
 """
 
 import argparse
-import json
-import os
+from functools import partial
+from math import prod
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foveate.apps.bench.models import MODELS
-from foveate.methods import HilbertA, Method
+from foveate.methods import LLSA, HilbertA, Method
 from foveate.pipelines.lora import using
+from foveate.pipelines.parallel import enable_parallelism
 from foveate.pipelines.request import denoiser
-from foveate.utils.device import versions
-from foveate.utils.timing import now
+from lab.bench.ranks import difference, exchange_share, join, most_memory, save, slowest
 
-METHODS: tuple[Method | None, ...] = (None, HilbertA(tiles=16))
+METHODS: tuple[Method | None, ...] = None, HilbertA(tiles=16), LLSA(top_k=16)
 
 
-def timed(pipe: Any, call: Any, method: Method | None, rounds: int) -> tuple[float, torch.Tensor]:
-    """Median seconds of a step on this GPU, and its output."""
-    device, taken = denoiser(pipe).device, []
+def timed(pipe: Any, call: Any, method: Method | None, rounds: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Seconds, memory and share of exchanges of a step on this GPU or on all, and its output."""
+    model = denoiser(pipe)
     with using(pipe, method):
-        for _ in range(2 + rounds):  # two to compile and warm up
-            dist.barrier()
-            torch.cuda.synchronize()
-            began = now(device)
-            out = denoiser(pipe)(*call.args, **call.kwargs)[0]
-            taken.append(now(device) - began)
-    return median(taken[2:]), out
+        step = partial(model, *call.args, **call.kwargs)
+        seconds = slowest(step, rounds, model.device)
+        return {
+            "s": seconds,
+            "peak_bytes": most_memory(step, model.device),
+            "exchange_share": exchange_share(step, model.device),
+        }, step()[0]
 
 
 @torch.no_grad()
@@ -46,43 +44,40 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for the JSON file")
     parser.add_argument("--model", default="flux-dev", choices=[*MODELS])
     parser.add_argument("--grid", default="128x128", help="tokens: ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS")
+    parser.add_argument("--layers", type=int, help="layers of a model of which one GPU does not hold all (minimax-h3)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="do not compile the repeated blocks")
     parser.add_argument("--commit", help="commit of this code, where git cannot tell it")
-    options, rank = parser.parse_args(), int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    options, device = parser.parse_args(), join()
     torch.manual_seed(0)  # the same weights and inputs on every GPU
-    model = MODELS[options.model]
-    pipe = model.build(torch.device("cuda", rank), torch.bfloat16)
-    call = model.inputs(pipe, tuple(map(int, options.grid.split("x"))), model.text)
+    model, gpus = MODELS[options.model], dist.get_world_size()
+    part = {"layers": options.layers} if model.layers else {}
+    pipe = model.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32, **part)
+    grid = tuple(map(int, options.grid.split("x")))
+    call, network = model.inputs(pipe, grid, model.text), denoiser(pipe)
+    config: Any = network.config
     if not options.eager:
-        denoiser(pipe).compile_repeated_blocks()
-    rows = []
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        network.compile_repeated_blocks()
+    lengths = prod(grid), config.num_attention_heads, model.text or 0
+    even = not any(length % gpus for length in lengths)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         alone = [timed(pipe, call, method, options.rounds) for method in METHODS]
-        denoiser(pipe).enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
+        enable_parallelism(network, ulysses_degree=gpus, ulysses_anything=not even)
         together = [timed(pipe, call, method, options.rounds) for method in METHODS]
+    about = {
+        "what": "one denoising step under Ulysses context parallelism", "model": options.model, "grid": options.grid,
+        "compiled": not options.eager, "evenly_divided": even,
+    }  # fmt: skip
+    if model.layers:
+        about |= {"layers": options.layers, "all_layers": model.layers}
+    kind, rows = "eager" if options.eager else "compiled", list[dict[str, Any]]()
     for method, (one, want), (all_, got) in zip(METHODS, alone, together, strict=True):
-        rows.append({
-            "variant": method.title if method else "dense",
-            "one_gpu_s": one,
-            "all_gpus_s": all_,
-            "speed_up": one / all_,
-            "difference": ((got - want).float().norm() / want.float().norm()).item(),
-        })  # fmt: skip
-        if rank == 0:
-            print(rows[-1], flush=True)
-    if rank == 0:
-        about = {
-            "what": "one denoising step under Ulysses context parallelism", "model": options.model,
-            "grid": options.grid, "gpus": dist.get_world_size(), "compiled": not options.eager,
-            "versions": versions() | ({"commit": options.commit} if options.commit else {}),
-        }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        kind = "eager" if options.eager else "compiled"
-        file = options.out / f"parallel-{options.model}-{dist.get_world_size()}-{kind}-cuda.json"
-        file.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+        times = {f"one_gpu_{name}": value for name, value in one.items() if name != "exchange_share"}
+        times |= {f"all_gpus_{name}": value for name, value in all_.items()}
+        rows.append({"variant": method.title if method else "dense", **times, "speed_up": one["s"] / all_["s"],
+                     "difference": difference(got, want)})  # fmt: skip
+        file = f"parallel-{options.model}-{gpus}-{kind}-{device.type}.json"
+        save(options.out / file, about, rows, options.commit)
     dist.destroy_process_group()
 
 
