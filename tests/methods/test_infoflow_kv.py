@@ -139,7 +139,7 @@ def test_geometries_keep_chunks_contiguous_and_the_prefix_first():
     [
         ({"recompute": 1.5}, "0 to 1, not 1.5"),
         ({"recompute": -0.1}, "0 to 1, not -0.1"),
-        ({"norm": "max"}, "one of l2, l1, not 'max'"),
+        ({"norm": "max"}, "one of l2, l1, entropy, not 'max'"),
         ({"geometry": "local"}, "one of global, hl-hp, tl-tp, hl-tp, not 'local'"),
         ({"boundary": -1}, "0 or more, not -1"),
         ({"boundary": 1.5}, "a whole number, not 1.5"),

@@ -24,6 +24,8 @@ def definition(queries, keys, scale, norm):
         for i in range(prompt):
             visible = keys[head * groups // heads, : context + i + 1].double()
             attention[i] += (scale * visible @ queries[head, i].double()).softmax(0)[:context] / heads
+    if norm == "entropy":
+        return -(attention * attention.clamp(min=1e-300).log()).sum(0)
     return torch.linalg.vector_norm(attention, ord={"l2": 2, "l1": 1}[norm], dim=0)
 
 
@@ -32,7 +34,7 @@ def definition(queries, keys, scale, norm):
     shared=st.integers(1, 3),
     prompt=st.integers(1, 6),
     context=st.integers(1, 9),
-    norm=st.sampled_from(["l2", "l1"]),
+    norm=st.sampled_from(["l2", "l1", "entropy"]),
     most=st.sampled_from([1, 60, 10**9]),
     seed=st.integers(0, 99),
 )

@@ -15,7 +15,7 @@ from foveate.transformers import ChunkEncoder
 from foveate.transformers import context as module
 
 METHODS = (
-    InfoFlowKV(recompute=0.4), InfoFlowKV(recompute=0.4, reorder=True), InfoFlowKV(norm="l1", geometry="hl-tp"),
+    InfoFlowKV(recompute=0.4), InfoFlowKV(recompute=0.4, reorder=True), InfoFlowKV(norm="entropy", geometry="hl-tp"),
     EPIC(recompute=0.5), CacheBlend(recompute=0.3), FullPrefill(), NoRecompute(),
 )  # fmt: skip
 near = partial(torch.testing.assert_close, rtol=0, atol=1e-11)

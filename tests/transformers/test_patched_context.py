@@ -424,7 +424,7 @@ def test_bad_arguments_are_refused_with_the_value(as_a_user):
         ({"layers": [1, 4]}, r"layers must be some of 0 to 3, not \[1, 4\]"),
         ({"layers": []}, r"not \[\]"),
         ({"layers": [-1]}, r"not \[-1\]"),
-        ({"layers": [1], "norm": "max"}, "norm must be one of l2, l1, not 'max'"),
+        ({"layers": [1], "norm": "max"}, "norm must be one of l2, l1, entropy, not 'max'"),
         ({"layers": [1], "geometry": "locl"}, "geometry must be one of global, hl-hp, tl-tp, hl-tp, not 'locl'"),
     ):
         with pytest.raises(ValueError, match=message):

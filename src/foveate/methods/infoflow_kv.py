@@ -35,8 +35,8 @@ class InfoFlowKV(PartialRecompute):
         recompute: Fraction of all rows, prefix included, to recompute: 0 to 1. The paper's tables use 0.15.
         scoring_layers: Layers that score: a band of relative depths such as "55%-78%", or layer numbers. The authors'
             code uses layers 22 to 25 of models with 32 and 40 layers: 69 to 78 % and 55 to 63 % of the depth.
-        norm: Norm of a token's attention over the prompt: "l2" as in the authors' code, or "l1", the sum, as in eq. 7
-            of the paper.
+        norm: How the attention a of the prompt's tokens to a row adds up: "l2" as in the authors' code, "l1", the
+            sum, as in eq. 7 of the paper, or "entropy", the sum of -a log a, as in the authors' code for images.
         geometry: Positions of the chunks during scoring: "global" as in the context, or, to compare with the paper,
             "hl-hp", "hl-tp" or "tl-tp"; see `foveate.methods.recompute_policy.places`.
         reorder: Move high-scoring chunks to the end, next to the prompt. For chunks that are not one continuous text.

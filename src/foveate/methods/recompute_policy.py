@@ -22,7 +22,7 @@ __all__ = [
     "places",
 ]
 
-Norm = Literal["l2", "l1"]
+Norm = Literal["l2", "l1", "entropy"]
 Geometry = Literal["global", "hl-hp", "tl-tp", "hl-tp"]
 Spans = tuple[tuple[int, int], ...]
 

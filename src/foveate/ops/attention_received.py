@@ -19,7 +19,7 @@ def attention_received(
     keys: Float[Tensor, "groups rows dim"],
     at: Int[Tensor, "prompt"],
     scale: float,
-    norm: Literal["l2", "l1"] = "l2",
+    norm: Literal["l2", "l1", "entropy"] = "l2",
     counted: Bool[Tensor, "prompt"] | None = None,
     window: int | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
@@ -36,14 +36,15 @@ def attention_received(
         keys: Keys of the context and of the prompt, after RoPE.
         at: Row of each prompt token.
         scale: Factor on q·k.
-        norm: Norm over the prompt tokens: "l2" is the root of the sum of squares, "l1" the sum.
+        norm: How the attention a of the prompt tokens adds up: "l2" is the root of the sum of squares, "l1" the sum,
+            "entropy" the sum of -a log a.
         counted: Mask of the prompt tokens to count. None counts all of them.
         window: Number of rows visible to a prompt token, its own row included. None shows all of them.
         sinks: Logit of an attention sink for each head, which takes a share of the attention but has no row.
         lse: Log-sum-exp of each query's attention, if other processes have more rows. None: these are all.
         most: Number of attention scores in memory at once; a slice has at least one prompt token.
 
-    Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2").
+    Source: "InfoFlow KV", arXiv 2603.05353, eq. 7 ("l1") and the authors' code ("l2", "entropy").
     """
     (heads, prompt, _), (groups, rows, _) = queries.shape, keys.shape
     grouped = queries.unflatten(0, (groups, heads // groups))
@@ -64,5 +65,5 @@ def attention_received(
         received = shares[..., :rows].mean((0, 1))
         if counted is not None:
             received *= counted[some, None]
-        total += received.square().sum(0) if norm == "l2" else received.sum(0)
+        total += {"l2": torch.square, "l1": torch.abs, "entropy": torch.special.entr}[norm](received).sum(0)
     return total.sqrt() if norm == "l2" else total

@@ -167,7 +167,7 @@ def test_text_that_is_not_utf8_is_refused_in_one_line(model, tmp_path):
         ),
         (["--recompute", 15], "recompute is the fraction of rows to recompute, 0 to 1, not 15.0"),
         (["--method", "none", "--recompute", 0.5], "NoRecompute has no option 'recompute': choose from none"),
-        (["-o", "norm=l3"], "norm must be one of l2, l1, not 'l3'"),
+        (["-o", "norm=l3"], "norm must be one of l2, l1, entropy, not 'l3'"),
         (["-o", "depth=3"], "InfoFlowKV has no option 'depth'"),
         (["--prompt", "what?"], "--prompt must contain {question}"),
         (["--out", "page.txt"], "--out must name an HTML page, not page.txt"),
