@@ -89,6 +89,16 @@ def served(command: list[str], log: Path) -> Generator[tuple[str, psutil.Process
         process.wait(60)
 
 
+def replicas_of(service: psutil.Process) -> list[psutil.Process]:
+    """Processes of the replicas of a service; Ray writes their deployment into the command line."""
+    found: list[psutil.Process] = []
+    for process in service.children(recursive=True):
+        with suppress(psutil.Error):
+            if "ServeReplica:foveate-" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 class Soak:
     """Requests to a service, and what happens around them.
 
@@ -197,7 +207,7 @@ class Soak:
 
     def kill(self) -> None:
         """Kill a replica."""
-        if found := self.replicas():
+        if found := replicas_of(self.service):
             with suppress(psutil.Error):
                 found[0].kill()
 
@@ -232,19 +242,10 @@ class Soak:
         if done.returncode:
             raise RuntimeError(done.stderr)
 
-    def replicas(self) -> list[psutil.Process]:
-        """Processes of the replicas; Ray writes their deployment into the command line."""
-        found: list[psutil.Process] = []
-        for process in self.service.children(recursive=True):
-            with suppress(psutil.Error):
-                if "ServeReplica:foveate-" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
-
     def memory(self) -> int:
         """Bytes that the service and its replicas use."""
         used = 0
-        for process in [self.service, *self.replicas()]:
+        for process in [self.service, *replicas_of(self.service)]:
             with suppress(psutil.Error):
                 used += process.memory_info().rss
         return used
