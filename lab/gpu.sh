@@ -127,6 +127,12 @@ parallel() { # [12 on two GPUs, estimated]
   on_each lab.bench.parallel --model minimax-h3 --grid 37x23x40 --layers 20 --rounds 2
 }
 
+replicas() { # [5 on two GPUs, estimated; with Ray installed]
+  local gpus
+  gpus=$(nvidia-smi --list-gpus | wc -l)
+  timed python3 -m lab.bench.replicas lab/results/replicas-cuda.json --replicas "$(seq -s, 1 "$gpus")" "${commit[@]}"
+}
+
 divided() { on_each lab.bench.divided_context; } # [6 on two GPUs, estimated: contexts of a language model over several GPUs]
 
 built_in() { # [2]
@@ -248,7 +254,7 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel divided built_in quality
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel divided replicas built_in quality
   joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed

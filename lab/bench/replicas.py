@@ -45,12 +45,9 @@ def main(
     settings = {"requests": requests, "clients": clients, "size": size, "steps": steps, "method": method}
     rows: list[dict[str, Any]] = []
     for number in numbers(replicas):
-        command = (
-            f"serve --replicas {number} --steps {steps} --method {method} --device {device} --port 0 --timeout 600"
-        )
-        with TemporaryDirectory() as folder, served(
-            [sys.executable, "-m", "foveate", *command.split()], Path(folder) / "log"
-        ) as (address, service):  # fmt: skip
+        options = f"--steps {steps} --method {method} --device {device} --port 0 --timeout 600"
+        command = [sys.executable, "-m", "foveate", "serve", "--replicas", str(number), *options.split()]
+        with TemporaryDirectory() as folder, served(command, Path(folder) / "log") as (address, service):
             load = Load(address, service, size, clients)
             load.wait_for(number)
             load.run(max(2 * number, clients))  # warms up
