@@ -1,8 +1,8 @@
 """Foveate in the forward pass of a ComfyUI model. This module does not import ComfyUI.
 
 A wrapper around the model's forward pass knows the latent, and so the grid of tokens. It passes the model a copy of
-the `transformer_options` with an attention override (HilbertA), block replacements (ToMA) or both, chained to existing
-ones. So the model is not changed, and nothing has to be restored.
+the `transformer_options` with an attention override (HilbertA, LLSA), block replacements (ToMA) or both, chained to
+existing ones. So the model is not changed, and nothing has to be restored.
 """
 
 import inspect
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foveate.diffusers.preset import Preset
-from foveate.methods import HilbertA, ToMA
+from foveate.methods import LLSA, HilbertA, ToMA
 from foveate.methods.base import AttentionPlan, DenseFallback, DenseStep, default_skip, sparse_and_merging
 from foveate.ops.joint_attention import joint_attention
 from foveate.ops.merging import Regions, merged_pattern
@@ -27,6 +27,8 @@ __all__ = ["FAMILIES", "Foveated", "check_preset", "family_of"]
 log = logging.getLogger("foveate")
 
 T = TypeVar("T")
+
+Layout = tuple[tuple[int, ...], ...]  # grid of the image, then of each reference image
 
 ROUNDING = 1e-5  # noise levels are float32
 
@@ -40,12 +42,14 @@ class Family(NamedTuple):
             be merged.
         text: Whether text and image attend to each other in one sequence.
         image_first: Whether the image precedes the text in this sequence.
+        levels: Attribute of a UNet with one entry per level, each half as large as the one before; empty for others.
     """
 
     diffusers: str | tuple[str, ...]
     blocks: tuple[str, ...] = ()
     text: bool = True
     image_first: bool = False
+    levels: str = ""
 
 
 FAMILIES: dict[str, Family | None] = {
@@ -64,6 +68,7 @@ FAMILIES: dict[str, Family | None] = {
     "MiniTrainDIT": Family("CosmosTransformer", text=False),
     "OpenAISignatureMMDITWrapper": None,  # SD3, which inherits from a namesake of AuraFlow, calls no wrappers
     "MMDiT": Family(()),
+    "UNetModel": Family("UNet2DConditionModel", text=False, levels="channel_mult"),
 }
 """Families by the name of the model's class or a base class; None if not supported."""
 
@@ -90,18 +95,25 @@ class Part:
         self.method, self.window, self.levels = method, window, levels
         self.outcomes: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
+        self._warned: set[str] = set()
 
     def ask(self, decide: Callable[[], T]) -> T | None:
         """Result of `decide` for a forward pass; None if the pass stays dense."""
         try:
             decided = decide()
         except DenseFallback as reason:
-            if str(reason) not in self.outcomes and not isinstance(reason, DenseStep):
-                log.warning("%s stays dense: %s", self.method.title, reason)
+            if not isinstance(reason, DenseStep):
+                self.warn(reason)
             self.outcomes[str(reason)] += 1
             return None
         self.outcomes[""] += 1
         return decided
+
+    def warn(self, reason: DenseFallback) -> None:
+        """Log why something stays dense, once a run."""
+        if str(reason) not in self._warned:
+            log.warning("%s stays dense: %s", self.method.title, reason)
+            self._warned.add(str(reason))
 
     def at_level(self, sigma: float) -> Any:
         """The method with the options that it has at this noise level.
@@ -126,6 +138,7 @@ class Part:
             write("; ".join([f"{at_work} ({layers})", *dense]))
         self.outcomes.clear()
         self.layers.clear()
+        self._warned.clear()
 
 
 class Foveated:
@@ -169,7 +182,7 @@ class Foveated:
         method = self.merging.method
         if not family.blocks:
             merging = ", ".join(known for known, one in FAMILIES.items() if one and one.blocks)
-            raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA")
+            raise ValueError(f"tokens are not merged in {name}, only in {merging}: use HilbertA or LLSA")
         if (method.granularity, method.merge_every) != ("block", 1):
             raise ValueError(f"in ComfyUI whole blocks merge in every step: not {method!r}")
 
@@ -204,8 +217,10 @@ class Foveated:
 
     def _tokens(
         self, part: Part, model: Any, inputs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Any, Family, tuple[tuple[int, ...], ...], int]:
+    ) -> tuple[Any, Family, list[Layout], int]:
         """The method in this step, family of the model, grids of its image tokens, and number of text tokens.
+
+        A UNet has grids for each of its levels, other models have them once.
 
         Raises:
             DenseFallback: If the method cannot run in this forward pass.
@@ -214,9 +229,10 @@ class Foveated:
         if family is None:
             raise DenseFallback(f"{type(model).__name__} is not known")
         references = inputs.get("ref_latents") or inputs.get("kwargs", {}).get("ref_latents") or []
-        grids = tuple(grid_of(model, latent) for latent in (inputs["x"], *references))
-        method.check_tokens(prod(grids[0]))
-        if self.grids and grids not in self.grids and not self._warned:
+        layouts: list[Layout] = [tuple(grid_of(model, latent) for latent in (inputs["x"], *references))]
+        while len(layouts) < len(getattr(model, family.levels, [1])):
+            layouts.append((tuple(-(-side // 2) for side in layouts[-1][0]),))
+        if self.grids and not self._warned and not any(layout in self.grids for layout in layouts):
             log.warning("the preset was tuned for other sizes: error and gain are unknown here")
             self._warned = True
         text = inputs.get("num_tokens", inputs["context"].shape[1]) if family.text else 0
@@ -228,22 +244,44 @@ class Foveated:
             text += 2 * llama.shape[2]  # HiDream: one layer's text in all blocks, and another layer's in each block
         if inputs.get("image_cond") is not None:
             raise DenseFallback("the latent also holds the image to edit")
-        return method, family, grids, text
+        return method, family, layouts, text
 
     def _attention(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Attention":
         """Sparse attention of this forward pass."""
-        method, family, grids, text = self._tokens(self.sparse, model, inputs, options)
+        method, family, layouts, text = self._tokens(self.sparse, model, inputs, options)
+        plans: dict[int, AttentionPlan | None] = {}
+        reasons: list[DenseFallback] = []
+        for layout in layouts:
+            tokens = text + sum(map(prod, layout))
+            try:
+                plans[tokens] = self._plan(method, family, layout, text, inputs)
+            except DenseFallback as reason:
+                plans[tokens] = None
+                reasons.append(reason)
+        if not any(plans.values()):
+            raise reasons[0]
+        former = options.get("optimized_attention_override")
+        return Attention(self.sparse, plans, text, family.image_first, former)
+
+    def _plan(self, method: Any, family: Family, layout: Layout, text: int, inputs: dict[str, Any]) -> AttentionPlan:
+        """Plan of sparse attention for these grids; a DenseFallback if they stay dense."""
+        method.check_tokens(prod(layout[0]))
         if not family.text:
-            check_cross_attention(inputs, prod(grids[0]))
-        plan = method.plan(grids, text, device=str(inputs["x"].device))
-        return Attention(self.sparse, plan, text, family.image_first, options.get("optimized_attention_override"))
+            check_cross_attention(inputs, prod(layout[0]))
+        try:
+            return method.plan(layout, text, device=str(inputs["x"].device))
+        except ValueError as reason:
+            if family.levels:  # the setting may fit other levels
+                raise DenseFallback(str(reason)) from None
+            raise
 
     def _blocks(
         self, model: Any, inputs: dict[str, Any], options: dict[str, Any], attend: "Attention | None"
     ) -> dict[Any, Callable[..., Any]]:
         """Replaced blocks of this forward pass; merged tokens attend sparsely if `attend` is given."""
         part, x = self.merging, inputs["x"]
-        method, family, grids, text = self._tokens(part, model, inputs, options)
+        method, family, (grids,), text = self._tokens(part, model, inputs, options)
+        method.check_tokens(prod(grids[0]))
         if method.keep == 1:
             raise DenseFallback("keep=1.0 is the dense model")
         if (sigma := sigma_of(options)) != self._sigma:
@@ -253,7 +291,8 @@ class Foveated:
             self._sigma, self._step = sigma, self._step + 1
             self._passes.clear()
         if attend:
-            regions = method.regions_along(attend.plan, grids[0])
+            (plan,) = attend.plans.values()
+            regions = method.regions_along(plan, grids[0])
             if not family.text:
                 check_cross_attention(inputs, regions.kept)
             attend.merge(regions)
@@ -293,8 +332,10 @@ def check_preset(preset: Preset, model: Any) -> None:
         ValueError: If not, or if the preset works in diffusers only.
     """
     family = family_of(model)
-    if preset.cache or not all(isinstance(method, HilbertA | ToMA) for method in preset.methods):
-        raise ValueError(f"{preset.title} works in diffusers only: tune hilberta and toma with --no-cache for ComfyUI")
+    if preset.cache or not all(isinstance(method, HilbertA | LLSA | ToMA) for method in preset.methods):
+        raise ValueError(
+            f"{preset.title} works in diffusers only: tune hilberta, llsa and toma with --no-cache for ComfyUI"
+        )
     made, name = preset.models[0], type(model).__name__
     if family is None or not made["class"].startswith(family.diffusers):
         raise ValueError(f"the preset is for {made['class']}, and this is {name}: presets hold for one model")
@@ -341,51 +382,70 @@ class Attention:
 
     Args:
         part: The method, which counts the layers.
-        plan: Plan of the method.
+        plans: Plan for each number of tokens in the attention sequence; None if calls of this length stay dense.
         text: Number of text tokens in the attention sequence.
         image_first: Whether the image precedes the text in this sequence.
         former: Existing override, or None.
 
     Attributes:
-        now: Positions in the attention sequence in each order of the plan, text first, and the tables.
+        now: For each number of tokens, positions in the attention sequence in each order of the plan, text first, and
+            the patterns.
         of_all: `now` in blocks without merging.
         of_merged: `now` in blocks with merged tokens.
     """
 
     def __init__(
-        self, part: Part, plan: AttentionPlan, text: int, image_first: bool, former: Callable[..., Tensor] | None
+        self,
+        part: Part,
+        plans: dict[int, AttentionPlan | None],
+        text: int,
+        image_first: bool,
+        former: Callable[..., Tensor] | None,
     ) -> None:
-        self.plan, self.text, self.image_first, self.former = plan, text, image_first, former
+        self.part, self.plans, self.text, self.image_first, self.former = part, plans, text, image_first, former
         self.layers, self.dense_layers = part.layers, part.method.dense_layer_set()
-        orders = [in_sequence(order, text, image_first) for order in plan.orders]
-        self.now = self.of_all = self.of_merged = orders, [*plan.tables]
+        self.now = self.of_all = self.of_merged = {
+            tokens: plan and ([in_sequence(order, text, image_first) for order in plan.orders], [*plan.tables])
+            for tokens, plan in plans.items()
+        }
         self._number = -1
 
     def merge(self, regions: Regions) -> None:
         """Prepare for blocks that merge the tokens of these regions."""
         kept = torch.arange(regions.kept, device=regions.order.device)
-        tables = [merged_pattern(table, regions, self.text) for table in self.plan.tables]
-        self.of_merged = [in_sequence(kept, self.text, self.image_first)], tables
+        (plan,) = self.plans.values()
+        patterns = [merged_pattern(table, regions, self.text) for table in plan.tables] if plan else []
+        self.of_merged = {self.text + regions.kept: ([in_sequence(kept, self.text, self.image_first)], patterns)}
 
     def __call__(
         self, func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Output of an attention call, in the layout requested by the caller."""
         shaped = kwargs.get("skip_reshape", False)
-        tokens, mask = len(self.now[0][0]), args[0] if args else kwargs.get("mask")
-        same = q.shape[2 if shaped else 1] == k.shape[2 if shaped else 1] == tokens
+        dim, mask = 2 if shaped else 1, args[0] if args else kwargs.get("mask")
+        same = q.shape[dim] == k.shape[dim] and q.shape[dim] in self.now
         self._number += same
-        if not same or mask is not None or self._number in self.dense_layers:
+        planned = self.now[q.shape[dim]] if same and mask is None and self._number not in self.dense_layers else None
+        if planned is None or not self._fits(q.shape[-1] if shaped else q.shape[-1] // heads):
             self.layers["dense"] += same
             attend = partial(self.former, func) if self.former else func
             return attend(q, k, v, heads, *args, **kwargs)
         self.layers[""] += 1
         if not shaped:
             q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        order, table = (each[self._number % len(each)] for each in self.now)
+        order, pattern = (each[self._number % len(each)] for each in planned)
         q, k, v = (x.index_select(2, order) for x in (q, k, v))
-        out = joint_attention(q, k, v, table, scatter=order)
+        out = joint_attention(q, k, v, pattern, scatter=order)
         return out if kwargs.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
+
+    def _fits(self, head_dim: int) -> bool:
+        """Whether the method supports heads with this number of channels."""
+        try:
+            self.part.method.check_head_dim(head_dim)
+        except DenseFallback as reason:
+            self.part.warn(reason)
+            return False
+        return True
 
 
 class Merging:

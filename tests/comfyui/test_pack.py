@@ -6,17 +6,20 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from log_linear_oracle import log_linear
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveate import LLSA, HilbertA, StepCache, ToMA
 from foveate.diffusers.preset import Preset
+from foveate.ops.hierarchical_pooling import select_blocks
 
 PACK = Path(__file__).parents[2] / "comfyui"
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -162,6 +165,34 @@ def hi_dream(self, x, t, context, encoder_hidden_states_llama3, image_cond=None,
 
 WanModel = type("WanModel", (Wan,), {"patch_size": (1, 2, 2)})
 Cosmos = type("MiniTrainDIT", (Wan,), {"patch_temporal": 1, "patch_spatial": 2, "_forward": cosmos})
+
+
+class UNet(nn.Module):
+    """Two levels of self- and cross-attention, the second of half the size, as [batch, tokens, heads x dim]."""
+
+    image_first, channel_mult = False, (1, 2)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(DIM, 3 * DIM).double() for _ in range(4))
+        self.embed = nn.Linear(4, DIM).double()
+
+    def _forward(self, x, timesteps=None, context=None, y=None, transformer_options={}, **kwargs):  # noqa: B006
+        image = self.embed(x.movedim(1, 3))
+        outs = []
+        for i, qkv in enumerate(self.layers):
+            if i == 2:
+                image = nn.functional.avg_pool2d(image.movedim(3, 1), 2, ceil_mode=True).movedim(1, 3)
+            tokens = image.flatten(1, 2)
+            tokens = tokens + attend(*qkv(tokens).chunk(3, 2), heads=HEADS, transformer_options=transformer_options)
+            tokens = tokens + attend(tokens, context, context, heads=HEADS, transformer_options=transformer_options)
+            image = tokens.view_as(image)
+            outs.append(tokens)
+        return torch.cat(outs, 1)
+
+
+UNetModel = type("UNetModel", (UNet,), {})
 Registers = {"register_tokens": torch.ones(1, 8, DIM).double()}
 AuraFlow = type("MMDiT", (Joint,), {**Registers, "_forward": aura_flow})
 HiDream = type("HiDreamImageTransformer2DModel", (Joint,), {"image_first": True, "_forward": hi_dream})
@@ -186,6 +217,12 @@ def inputs(cls, references=(), text=TEXT):
     if cls is HiDream:
         named["encoder_hidden_states_llama3"] = torch.randn(2, 2, 5, DIM, dtype=torch.float64)
     return torch.randn(shape, dtype=torch.float64), torch.ones(2), context, named
+
+
+def by_level(method, grids, text=0):
+    """An override that masks self-attention of a UNet with one layer order, by the number of tokens."""
+    masks = {prod(grid): mask_of(method, 0, (grid,), text) for grid in grids}
+    return masked(lambda _, tokens: masks.get(tokens))
 
 
 def options(sigma=0.5, **more):
@@ -266,6 +303,76 @@ def test_other_calls_and_dense_layers_go_to_the_former_override(pack, cls, refer
     assert len(seen) == (6 if issubclass(cls, Wan) else 2)
     assert given["optimized_attention_override"] is former
     assert (wrapper.sparse.layers[""], wrapper.sparse.layers["dense"]) == (layers - 2, 2)
+
+
+def test_a_unet_has_a_plan_for_each_level_and_small_levels_stay_dense(pack):
+    model, case = UNetModel(), inputs(UNetModel)
+    x, time, context, _ = case
+
+    def drawn(method):
+        wrapper = pack.Foveated((method, ALWAYS))
+        return run(wrapper, model, case), wrapper.sparse
+
+    method = HilbertA(tiles=4, period=1)
+    override = by_level(method, [(32, 40), (16, 20)])
+    want = model._forward(x, time, context, transformer_options=options(optimized_attention_override=override))
+    got, part = drawn(method)
+    torch.testing.assert_close(got, want)
+    assert dict(part.layers) == {"": 4, "dense": 0}
+    dense = model._forward(x, time, context, transformer_options=options())
+    torch.testing.assert_close(drawn(HilbertA(tiles=1))[0], dense)
+    for small in (HilbertA(tiles=16), HilbertA(tiles=4, min_tokens=1000)):  # 320 tokens are too few
+        got, part = drawn(small)
+        assert dict(part.layers) == {"": 2, "dense": 2}
+        assert not part.outcomes.keys() - {""}
+    got, part = drawn(HilbertA(min_tokens=9999))
+    assert torch.equal(got, dense)
+    assert list(part.outcomes) == ["1280 image tokens are fewer than min_tokens=9999"]
+    with pytest.raises(ValueError, match=r"not merged in UNetModel, only in .*: use HilbertA or LLSA"):
+        pack.Foveated((ToMA(keep=0.5), ALWAYS)).check(model)
+
+
+@sparse_case
+def test_llsa_of_all_blocks_is_dense_and_of_some_is_that_of_the_definition(pack, cls, references, monkeypatch):
+    monkeypatch.setitem(globals(), "HEADS", 1)  # heads of 32 channels
+    model, case, (grids, text) = cls(), inputs(cls, references), grids_of(cls, references)
+    dense = model._forward(*case[:3], transformer_options=options(), **case[3])
+    everything = LLSA(top_k=64, enrich=False, min_tokens=0)
+    torch.testing.assert_close(run(pack.Foveated((everything, ALWAYS)), model, case), dense)
+    few = LLSA(top_k=4, min_tokens=0)
+    plan = few.plan(grids, text)
+    tokens = text + sum(map(prod, grids))
+    words = torch.arange(text) + (tokens - text if cls.image_first else 0)
+    place = torch.cat([words, plan.orders[0] + (0 if cls.image_first else text)])
+
+    def by_definition(func, q, k, v, heads, **kwargs):
+        shaped = kwargs.get("skip_reshape")
+        if not q.shape[2 if shaped else 1] == k.shape[2 if shaped else 1] == tokens:
+            return func(q, k, v, heads, **kwargs)
+        q, k, v = ((x if shaped else x[:, None])[:, :, place] for x in (q, k, v))
+        images = [x[:, :, text:] for x in (q, k, v)]
+        selection = select_blocks(*images[:2], top_k=4)
+        extra = {"extra_k": k[:, :, :text], "extra_v": v[:, :, :text]} if text else {}
+        image = log_linear(*images, selection, **extra)[0]
+        out = torch.cat([scaled_dot_product_attention(q[:, :, :text], k, v), image], 2)
+        return out[:, :, place.argsort()].transpose(1, 2).flatten(2)
+
+    given = options(optimized_attention_override=by_definition)
+    want = model._forward(*case[:3], transformer_options=given, **case[3])
+    wrapper = pack.Foveated((few, ALWAYS))
+    torch.testing.assert_close(run(wrapper, model, case), want)
+    assert not torch.allclose(want, dense)
+    assert wrapper.sparse.layers[""]
+
+
+def test_llsa_leaves_heads_that_it_does_not_support_dense_and_says_so_once(pack, caplog):
+    model, case = Flux(), inputs(Flux)
+    wrapper = pack.Foveated((LLSA(min_tokens=0), ALWAYS))
+    dense = model._forward(*case[:3], transformer_options=options())
+    assert torch.equal(run(wrapper, model, case), dense)
+    assert caplog.text.count("log-linear attention does not support these heads") == 1
+    wrapper.finish()
+    assert "1 of 1 forward passes (0 attention calls or blocks with it, 5 without)" in caplog.text
 
 
 @every_case
@@ -383,12 +490,16 @@ class Patcher:
 
 
 @pytest.fixture
-def nodes(monkeypatch):
-    """The nodes, in the place of ComfyUI a stub."""
-    comfy, api = ModuleType("comfy"), ModuleType("comfy_api")
+def nodes(monkeypatch, tmp_path):
+    """The nodes, in the place of ComfyUI a stub, whose models are in `tmp_path`."""
+    comfy, api, folders = ModuleType("comfy"), ModuleType("comfy_api"), ModuleType("folder_paths")
+    known = {}
+    folders.models_dir, folders.add_model_folder_path = str(tmp_path), known.__setitem__
+    folders.get_filename_list = lambda name: sorted(path.name for path in Path(known[name]).glob("*"))
+    folders.get_full_path_or_raise = lambda name, file: str(Path(known[name]) / file)
     comfy.patcher_extension, api.latest = MagicMock(), MagicMock()
     api.latest.io.ComfyNode, api.latest.io.NodeOutput = object, lambda model: model
-    stubs = {"comfy": comfy, "comfy_api": api}
+    stubs = {"comfy": comfy, "comfy_api": api, "folder_paths": folders}
     stubs |= {"comfy.patcher_extension": comfy.patcher_extension, "comfy_api.latest": api.latest}
     spec = importlib.util.spec_from_file_location("foveate_nodes", PACK / "__init__.py")
     package = importlib.util.module_from_spec(spec)
@@ -461,16 +572,43 @@ def test_a_schedule_follows_the_noise_level(nodes):
 
 def test_a_preset_has_all_its_methods(nodes, tmp_path):
     models = [{"class": "FluxTransformer2DModel", "config": {}}]
-    path, methods = tmp_path / "preset.json", (HilbertA(tiles=4, slide="curve"), ToMA(skip=1))
+    path, methods = tmp_path / "foveate" / "preset.json", (HilbertA(tiles=4, slide="curve"), ToMA(skip=1))
+    path.parent.mkdir()
+    (path.parent / "notes.txt").write_text("no preset")
     Preset(methods=methods, models=models, size=(512, 640), grids=(((16, 20),),)).save(path)
     loaded = Patcher(Flux())
-    patched = nodes.FoveatePreset.execute(loaded, str(path))
+    nodes.FoveatePreset.define_schema()
+    listed = [call for call in nodes.io.Combo.Input.call_args_list if call.args == ("preset",)]
+    assert listed[-1].kwargs["options"] == ["preset.json"]
+    patched = nodes.FoveatePreset.execute(loaded, "preset.json")
     (wrapper,) = patched.wrappers.values()
     assert (*wrapper.methods,) == methods
     with pytest.raises(ValueError, match="a preset has all its methods"):
         nodes.FoveateHilbertA.execute(patched, **SPARSE)
     with pytest.raises(ValueError, match="a preset has all its methods"):
-        nodes.FoveatePreset.execute(nodes.FoveateHilbertA.execute(loaded, **SPARSE), str(path))
+        nodes.FoveatePreset.execute(nodes.FoveateHilbertA.execute(loaded, **SPARSE), "preset.json")
+    before = nodes.FoveatePreset.fingerprint_inputs("preset.json")
+    Preset(methods=methods[:1], models=models, size=(512, 640), grids=()).save(path)
+    assert nodes.FoveatePreset.fingerprint_inputs("preset.json") != before
+
+
+def test_nodes_take_automatic_tiles_the_slide_of_a_lora_and_llsa(nodes):
+    def method(node, **given):
+        (wrapper,) = node.execute(Patcher(Flux()), **given).wrappers.values()
+        return wrapper.methods[0]
+
+    assert method(nodes.FoveateHilbertA, **{**SPARSE, "tiles": 0}) == HilbertA(tiles="auto")
+    assert method(nodes.FoveateHilbertA, **SPARSE, slide="curve") == HilbertA(tiles=4, slide="curve")
+    late = {**SPARSE, "schedule": "((0, dense), (0.2, auto))"}
+    assert method(nodes.FoveateHilbertA, **late) == HilbertA(tiles=((0, "dense"), (0.2, "auto")))
+    llsa = {"top_k": 8, "block_size": "32", "curve": "hilbert", "start_percent": 0.4}
+    want = LLSA(top_k=8, block_size=32, curve="hilbert", start_percent=0.4)
+    assert method(nodes.FoveateLLSA, **llsa) == want
+    assert method(nodes.FoveateLLSA, **llsa, schedule="((0, 16), (0.6, 8))") == replace(
+        want, top_k=((0, 16), (0.6, 8))
+    )
+    both = nodes.FoveateToMA.execute(nodes.FoveateLLSA.execute(Patcher(Flux()), **llsa), **MERGE)
+    assert len(both.wrappers) == 1
 
 
 def test_blocks_skip_as_in_diffusers_and_a_modulation_of_each_frame_stays_dense(pack):
@@ -591,12 +729,12 @@ def test_a_preset_runs_in_the_model_that_it_was_made_for_and_warns_at_other_size
     for other, why in (
         (preset(name="WanTransformer3DModel"), "is for WanTransformer3DModel, and this is Flux"),
         (preset(layers=19), "is for 19 double_blocks, and this model has 2"),
-        (preset(LLSA()), "works in diffusers only"),
         (replace(preset(), cache=StepCache(threshold=0.2)), "works in diffusers only: tune .* with --no-cache"),
     ):
         with pytest.raises(ValueError, match=why):
             pack.check_preset(other, model)
     pack.check_preset(preset(HilbertA(), ToMA()), model)
+    pack.check_preset(preset(LLSA()), model)
     pack.check_preset(preset(name="Flux2Transformer2DModel"), model)
     wrapper = pack.Foveated((ToMA(), ALWAYS), grids=preset().grids)
     run(wrapper, model, case)
@@ -625,9 +763,9 @@ def inputs_of(tree):
 
 def test_saved_workflows_have_the_inputs_of_the_node_in_its_order(pack):
     source = ast.parse((PACK / "nodes.py").read_text()).body
-    where = next(node for node in source if isinstance(node, ast.Assign) and node.targets[0].id == "WHERE")
-    node = next(node for node in source if getattr(node, "name", "") == "FoveateHilbertA")
-    wanted = inputs_of(node) + inputs_of(where)
+    when, node = (next(n for n in source if getattr(n, "name", "") == name) for name in ("when", "FoveateHilbertA"))
+    *own, slide = inputs_of(node)  # the slide came last: workflows that were saved before still load
+    wanted = [*own, *inputs_of(when), slide]
     api = json.loads((PACK / "example_workflows" / "flux_hilberta_api.json").read_text())
     assert [name for name in api["sparse"]["inputs"] if name != "model"] == wanted
     graph = json.loads((PACK / "example_workflows" / "flux_hilberta.json").read_text())["nodes"]
