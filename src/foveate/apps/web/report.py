@@ -195,7 +195,7 @@ class Speed(NamedTuple):
 LEAST_ROUNDS, MOST_SPREAD = 3, 0.25
 """Least rounds, and largest spread of their ratios to dense, for a certain speed-up."""
 SAME, ALIKE, RELATED = 0.9, 0.77, 0.5
-"""Least `detail_ssim` to dense for "nearly identical", "looks like dense" and "the same scene"."""
+"""Least `detail_ssim` to dense for "nearly identical", "close to dense" and "the same scene"."""
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -235,7 +235,7 @@ def step_speed(variant: Variant, dense: Variant) -> Speed | None:
 
 
 def verdict(variant: Variant, dense: Variant, *, with_speed: bool = True) -> str:
-    """One line such as "looks like dense, 1.6\u00d7 faster per step"; empty for dense."""
+    """One line such as "close to dense, 1.6\u00d7 faster per step"; empty for dense."""
     if variant.why_dense:
         return f"Stayed dense: {variant.why_dense}"
     if variant.psnr is None or variant.detail is None:
@@ -256,7 +256,7 @@ def _looks(variant: Variant, dense: Variant) -> str:
     if similarity >= SAME:
         return "nearly identical to dense"
     if similarity >= ALIKE:
-        return "looks like dense"
+        return "close to dense"
     return "the same scene with other details" if similarity >= RELATED else "differs from dense"
 
 
