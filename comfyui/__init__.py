@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from comfyui_version import __version__
+
+if tuple(map(int, __version__.split(".")[:2])) < (0, 14):  # older ones put HunyuanVideo's image before its text
+    raise ImportError(f"Foveate's nodes need ComfyUI 0.14 or newer, and this is {__version__}: update ComfyUI")
+
 from .nodes import NODES
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "comfy_entrypoint"]

@@ -56,9 +56,7 @@ FAMILIES: dict[str, Family | None] = {
     "Flux": Family(("FluxTransformer", "Flux2Transformer"), ("double_blocks", "single_blocks")),
     "Chroma": Family("ChromaTransformer", ("double_blocks", "single_blocks")),
     "QwenImageTransformer2DModel": Family("QwenImageTransformer", ("transformer_blocks",)),
-    "HunyuanVideo": Family(
-        ("HunyuanVideoTransformer", "HunyuanImageTransformer"), ("double_blocks", "single_blocks"), image_first=True
-    ),
+    "HunyuanVideo": Family(("HunyuanVideoTransformer", "HunyuanImageTransformer"), ("double_blocks", "single_blocks")),
     "NextDiT": Family("Lumina2Transformer"),
     "HumoWanModel": Family((), text=False),  # attends to audio frame by frame
     "WanModel": Family("Wan", ("blocks",), text=False),
@@ -235,7 +233,9 @@ class Foveated:
         if self.grids and not self._warned and not any(layout in self.grids for layout in layouts):
             log.warning("the preset was tuned for other sizes: error and gain are unknown here")
             self._warned = True
-        text = inputs.get("num_tokens", inputs["context"].shape[1]) if family.text else 0
+        text = inputs["context"].shape[1] if family.text else 0
+        if multiple := getattr(model, "pad_tokens_multiple", None):
+            text += -text % multiple  # Z-Image
         if getattr(model, "byt5_in", None) is not None and (glyphs := inputs.get("txt_byt5")) is not None:
             text += glyphs.shape[1]  # HunyuanImage
         if (registers := getattr(model, "register_tokens", None)) is not None:
@@ -300,7 +300,7 @@ class Foveated:
             regions = method.regions(grids, device=str(x.device))
         run = bool(attend), grids, len(x), x.dtype, x.device, tuple(options.get("cond_or_uncond", ()))
         self._passes[run] += 1  # each window of a tiled image has a plan of its own
-        merging = Merging(self, method, regions, text, family.image_first, attend, (text, self._passes[run], *run))
+        merging = Merging(self, method, regions, text, attend, (text, self._passes[run], *run))
         blocks, number = dict((options.get("patches_replace") or {}).get("dit") or {}), 0
         for kind, attribute in zip(("double_block", "single_block"), family.blocks, strict=False):
             length = len(getattr(model, attribute))
@@ -456,7 +456,6 @@ class Merging:
         method: How to merge in this step.
         regions: Regions within which tokens merge.
         text: Number of text tokens in the attention sequence.
-        image_first: Whether the image precedes the text in one sequence.
         attend: Sparse attention of merged tokens; None for dense attention.
         key: Cache key of a plan.
     """
@@ -467,11 +466,10 @@ class Merging:
         method: Any,
         regions: Regions,
         text: int,
-        image_first: bool,
         attend: Attention | None,
         key: Any,
     ) -> None:
-        self.owner, self.method, self.regions, self.text, self.image_first = owner, method, regions, text, image_first
+        self.owner, self.method, self.regions, self.text = owner, method, regions, text
         self.attend, self.key = attend, key
         self.layers, self.images = owner.merging.layers, len(regions.order)
 
@@ -487,35 +485,30 @@ class Merging:
             self.layers["dense"] += 1
             return original(args)
         self.layers[""] += 1
-        image, words = self._split(x)
+        words, image = self._split(x)
         order = self.regions.order
         merge = self.owner.plan((kind, *self.key), self.method, image, self.regions)
         merged = merge.merge(image, 0, order)
-        given = {**args, "img": self._join(merged, words), "pe": self._rope(args["pe"], dim, merge)}
+        given = {**args, "img": torch.cat((words, merged), 1), "pe": self._rope(args["pe"], dim, merge)}
         if self.attend:
             self.attend.now = self.attend.of_merged
         out = original(given)
         if self.attend:
             self.attend.now = self.attend.of_all
-        after, words = self._split(out["img"], merged.shape[1])
-        return {**out, "img": self._join(merge.update(image, merged, after, order), words)}
+        words, after = self._split(out["img"], merged.shape[1])
+        return {**out, "img": torch.cat((words, merge.update(image, merged, after, order)), 1)}
 
     def _split(self, x: Tensor, images: int = 0, dim: int = 1) -> tuple[Tensor, Tensor]:
-        """Split a sequence into image and text."""
-        sizes = [images or self.images, x.shape[dim] - (images or self.images)]
-        if self.image_first:
-            return x.split(sizes, dim)
-        return x.split(sizes[::-1], dim)[::-1]
-
-    def _join(self, image: Tensor, text: Tensor, dim: int = 1) -> Tensor:
-        return torch.cat((image, text) if self.image_first else (text, image), dim)
+        """Split a sequence into text and image."""
+        images = images or self.images
+        return x.split([x.shape[dim] - images, images], dim)
 
     def _rope(self, pe: Tensor, dim: int, merge: Any) -> Tensor:
         """Rotary embedding with the destinations' rows instead of the rows of all images; tokens are along `dim`."""
-        image, text = self._split(pe, dim=dim)
+        text, image = self._split(pe, dim=dim)
         rows = self.regions.order[merge.positions]  # [plans, merged]
         taken = torch.stack([image[min(i, len(pe) - 1)].index_select(dim - 1, row) for i, row in enumerate(rows)])
-        return self._join(taken, text[: len(rows)].expand(len(rows), *text.shape[1:]), dim)
+        return torch.cat((text[: len(rows)].expand(len(rows), *text.shape[1:]), taken), dim)
 
 
 def _varies(args: dict[str, Any]) -> bool:

@@ -116,7 +116,7 @@ class Joint(nn.Module):
 
 Flux = type("Flux", (Joint,), {})
 Qwen = type("QwenImageTransformer2DModel", (Joint,), {"pe_dim": 1, "blocks": ("transformer_blocks",)})
-Hunyuan = type("HunyuanVideo", (Joint,), {"image_first": True})
+Hunyuan = type("HunyuanVideo", (Joint,), {})
 
 
 class Wan(nn.Module):
@@ -196,8 +196,8 @@ UNetModel = type("UNetModel", (UNet,), {})
 Registers = {"register_tokens": torch.ones(1, 8, DIM).double()}
 AuraFlow = type("MMDiT", (Joint,), {**Registers, "_forward": aura_flow})
 HiDream = type("HiDreamImageTransformer2DModel", (Joint,), {"image_first": True, "_forward": hi_dream})
-Lumina = type("NextDiT", (Flux,), {"_forward": lambda self, x, time, context, num_tokens=TEXT, **kwargs: (
-    Flux._forward(self, x, time, context, **kwargs))})  # fmt: skip
+Lumina = type("NextDiT", (Flux,), {"pad_tokens_multiple": 16, "_forward": lambda self, x, time, context, **kwargs: (
+    Flux._forward(self, x, time, nn.functional.pad(context, (0, 0, 0, 4)), **kwargs))})  # fmt: skip
 
 
 class Executor:
@@ -237,9 +237,9 @@ def run(wrapper, model, case, **more):
 CASES = [(Flux, ()), (Flux, ((16, 16),)), (WanModel, ()), (Qwen, ()), (Hunyuan, ())]
 IDS = ["flux", "kontext", "wan", "qwen", "hunyuan"]
 every_case = pytest.mark.parametrize(("cls", "references"), CASES, ids=IDS)
-unmerged = [(Cosmos, ()), (AuraFlow, ()), (HiDream, ())]
+unmerged = [(Cosmos, ()), (AuraFlow, ()), (HiDream, ()), (Lumina, ())]
 sparse_case = pytest.mark.parametrize(
-    ("cls", "references"), [*CASES, *unmerged], ids=[*IDS, "cosmos", "auraflow", "hidream"]
+    ("cls", "references"), [*CASES, *unmerged], ids=[*IDS, "cosmos", "auraflow", "hidream", "z-image"]
 )
 
 
@@ -257,7 +257,7 @@ def grids_of(cls, references):
     """Grids of image tokens, and the number of text tokens in one sequence with them."""
     if issubclass(cls, Wan):
         return ((3, 8, 10),), 0
-    return ((16, 20), *((8, 8) for _ in references)), TEXT + {AuraFlow: 8, HiDream: 10}.get(cls, 0)
+    return ((16, 20), *((8, 8) for _ in references)), TEXT + {AuraFlow: 8, HiDream: 10, Lumina: 4}.get(cls, 0)
 
 
 def masked(mask):
@@ -431,7 +431,7 @@ def test_merged_tokens_attend_as_the_tokens_of_their_region(pack, cls, reference
         if tokens != text + regions.kept:
             return mask_of(sparse, number, grids, text, cls.image_first)
         merged = plan.tables[number % len(plan.tables)].to_dense()[places][:, places]
-        return merged.roll((-text, -text), (0, 1)) if cls.image_first else merged
+        return merged
 
     monkeypatch.setattr(ToMA, "regions", lambda *args, **kwargs: regions)
     x, time, context, named = case
@@ -499,7 +499,9 @@ def nodes(monkeypatch, tmp_path):
     folders.get_full_path_or_raise = lambda name, file: str(Path(known[name]) / file)
     comfy.patcher_extension, api.latest = MagicMock(), MagicMock()
     api.latest.io.ComfyNode, api.latest.io.NodeOutput = object, lambda model: model
-    stubs = {"comfy": comfy, "comfy_api": api, "folder_paths": folders}
+    version = ModuleType("comfyui_version")
+    version.__version__ = "0.33.0"
+    stubs = {"comfy": comfy, "comfy_api": api, "folder_paths": folders, "comfyui_version": version}
     stubs |= {"comfy.patcher_extension": comfy.patcher_extension, "comfy_api.latest": api.latest}
     spec = importlib.util.spec_from_file_location("foveate_nodes", PACK / "__init__.py")
     package = importlib.util.module_from_spec(spec)
@@ -511,6 +513,12 @@ def nodes(monkeypatch, tmp_path):
     yield package.nodes
     for name in ("foveate_nodes.nodes", "foveate_nodes.forward"):
         sys.modules.pop(name, None)
+
+
+def test_an_old_comfyui_is_refused(nodes, monkeypatch):
+    monkeypatch.setattr(sys.modules["comfyui_version"], "__version__", "0.3.64")
+    with pytest.raises(ImportError, match=r"need ComfyUI 0\.14 or newer, and this is 0\.3\.64: update"):
+        (package := sys.modules["foveate_nodes"]).__spec__.loader.exec_module(package)
 
 
 SPARSE = {"tiles": 4, "period": 4, "centre": 0.25, "curve": "hilbert", "reference": "global"}
