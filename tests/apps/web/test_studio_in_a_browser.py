@@ -256,6 +256,8 @@ def test_it_fits_a_phone_and_is_accessible(chromium, address, scheme):
     assert tab.evaluate(wide) <= 400
     found = Axe().run(tab).response["violations"]
     tab.get_by_role("tab", name="Documents").click()
+    tab.locator("#answer", has_text="No answer yet").wait_for()
+    assert not tab.locator("#told").is_visible()
     tab.get_by_role("button", name="Ask").click()
     tab.locator("#told", has_text="Madrid").wait_for()
     assert tab.evaluate(wide) <= 400

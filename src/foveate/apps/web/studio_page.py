@@ -49,6 +49,7 @@ AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {TAB_ID}"}
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """Event option: run one event after the other."""
 NONE = "No images yet. *Generate* makes one with the dense model and one with the method, to compare."
+UNASKED = "No answer yet. <em>Ask</em> shows one, where the time went, and which tokens were recomputed."
 ARIA_NAMES = """<script>
 new MutationObserver(() => {
     document.querySelector("#tiles button")?.setAttribute("aria-label", "Choose a token");
@@ -78,7 +79,7 @@ STYLE = """
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
-#said-prompt:has(.said:empty), #said-options:has(.said:empty), #said:has(.said:empty) { display: none; }
+:is(#said-prompt, #said-options, #said, #told):has(.said:empty) { display: none; }
 #scores { min-height: 5em; }
 #scores table { overflow-wrap: anywhere; }
 body.dark, .dark { --color-accent: #6dbdf0 !important; }
@@ -435,12 +436,12 @@ def _documents(studio: Studio, key: gr.Textbox, documents: Path, questions: Sequ
             method = gr.Dropdown(list(RECOMPUTE_POLICIES), value="infoflow_kv", label="Method")
             recompute = gr.Slider(0, 1, 0.15, step=0.01, label="Fraction of the tokens to recompute")
             compare = gr.Checkbox(False, label="Compare with all methods and with full prefill")
-            said = gr.HTML(_say(""), elem_id="told")
+            said = gr.HTML(_say(""), elem_id="told", padding=False)
             with gr.Row():
                 ask = gr.Button("Ask", variant="primary", elem_id="ask")
                 cancel = gr.Button("Cancel")
         with gr.Column(scale=3, min_width=300):
-            page = gr.HTML(elem_id="answer")
+            page = gr.HTML(f"<p>{UNASKED}</p>", elem_id="answer", padding=False)
 
     def begin(key: str, *values: Any, progress: Any = gr.Progress()) -> tuple[str, Any]:  # noqa: B008
         pages: list[str] = []
