@@ -22,18 +22,18 @@ SELECTS = "blocks of tokens select the blocks that they read; the others are rea
 TILES = "tokens attend within tiles that slide from layer to layer, and to the centre"
 H200, H100 = "NVIDIA H200", "NVIDIA H100"
 IMAGE_SPEEDS = (
-    Measured("dense", "dense", "95.7 %", "174 ms, 1.00x", "832 ms, 1.00x", H200, "6405d91"),
-    Measured("ToMA, three quarters of the tokens", "ToMA", "95.7 %", "126 ms, 1.37x", "", H200, "36828c5", MERGES),
+    Measured("dense", "dense", "95.7 %", "1.00x", "1.00x", H200, "209b8e8"),
+    Measured("ToMA, three quarters of the tokens", "ToMA", "95.7 %", "1.22x", "", H200, "209b8e8", MERGES),
     Measured(
-        "LLSA, top_k=16, no LoRA, first two fifths of the steps dense", "LLSA", "95.6 %", "159 ms, 1.15x",
-        "587 ms, 1.50x", H100, "8becf7d", SELECTS,
+        "LLSA, top_k=16, no LoRA, first two fifths of the steps dense (timed on an H100)", "LLSA", "95.6 %", "1.00x",
+        "1.20x", H100, "4c2f45b", SELECTS,
     ),
     Measured(
-        "HilbertA, 4 tiles along the curve, as in the paper, with its LoRA", "HilbertA", "94.0 %", "139 ms, 1.32x",
-        "564 ms, 1.56x", H100, "8becf7d", TILES,
+        "HilbertA, 4 tiles along the curve, as in the paper, with its LoRA", "HilbertA", "94.0 %", "1.08x",
+        "1.38x", H200, "209b8e8", TILES,
     ),
 )  # fmt: skip
-"""Rows of the table of the README: objects found by the built-in model, and a step of FLUX.1-dev's size."""
+"""Rows of the table of the README: objects found by the built-in model, and the gain of a run of FLUX.1-dev's size."""
 VIDEO_SPEEDS = (
     Measured("dense", "dense", "100.0 %", "89 ms", "", H100, "4c2f45b"),
     Measured("LLSA, top_k=16, first two fifths dense", "LLSA", "99.7 %", "79 ms", "", H100, "4c2f45b", SELECTS),
@@ -53,8 +53,8 @@ with apply(pipe, ToMA(keep=0.75)):       # pipe: a pipeline of diffusers
     image = pipe("a lighthouse at dusk").images[0]
 """
 IMAGES = (
-    "FLUX.1-dev's size (12 B parameters, random weights), bfloat16, one denoising step in which the method works; "
-    "objects found in images of the built-in model, 256 px. Speed-ups are over dense on the same GPU"
+    "FLUX.1-dev's size (12 B parameters, random weights), compiled: gain of a whole run over dense on the "
+    "same GPU; objects found in images of the built-in model, 256 px"
 )
 VIDEOS = "the built-in video model, 96 px and 17 frames: time of a video in a batch, objects found"
 

@@ -102,7 +102,7 @@ class Measured(NamedTuple):
         setting: The setting in words.
         label: Beginning of the labels of its variants.
         objects: Fraction of the requested objects in images of the built-in model.
-        small: Time, and speed-up over dense, at the smaller size.
+        small: Time, or speed-up over dense, at the smaller size.
         large: The same at the larger size; empty if it was not measured.
         card: The GPU.
         commit: The commit that was measured.
