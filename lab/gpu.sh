@@ -154,6 +154,13 @@ sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
+recommended() { # [12, estimated: the recommended settings on captions, and on photographs by image to image; resumes]
+  timed python3 -m lab.quality.recommended captions --size 256 --prompts 500 --batch 32 --pictures out/recommended "${commit[@]}"
+  timed python3 -m lab.quality.recommended captions --size 512 --prompts 128 --batch 8 --pictures out/recommended "${commit[@]}"
+  timed python3 -m lab.quality.recommended photographs --size 256 --pictures out/recommended "${commit[@]}"
+  timed python3 -m lab.quality.recommended photographs --size 512 --pictures out/recommended "${commit[@]}"
+}
+
 joint() { # [9: a step cache, methods and both at equal error; interrupted, it goes on where it was]
   timed python3 -m lab.quality.joint --size 512 --batch 8 --search 8 --prompts 64 --pictures out/joint "${commit[@]}"
   timed python3 -m lab.quality.joint --size 256 --batch 16 --search 16 --prompts 128 --pictures out/joint "${commit[@]}"
@@ -255,7 +262,7 @@ recomputed() { # [5]
 
 parts=(
   tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel divided replicas built_in quality
-  joint over_steps merging sparse distilled
+  recommended joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

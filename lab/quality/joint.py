@@ -81,7 +81,9 @@ def main(
         rows.append(
             {
                 "case": f"{kind}, {least} dB", "settings": score.label, "psnr": score.psnr.value,
-                "objects": score.objects.value, "seconds": score.seconds, "gain": dense.seconds / score.seconds,
+                "objects": score.objects.value,
+                "efficientnet": score.efficientnet and score.efficientnet.value,
+                "seconds": score.seconds, "gain": dense.seconds / score.seconds,
                 "computed": one["computed"],
             }
         )  # fmt: skip

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from foveate.apps.console import progress
+from foveate.apps.demo.efficientnet import why_missing
 from foveate.apps.demo.evaluate import evaluate, score_table
 from foveate.apps.web.compare import showcase
 from foveate.methods import ToDo, ToFu, ToMA, ToMeSD
@@ -78,6 +79,8 @@ def judge(
 
     A LoRA is scored without it, with it throughout, and with method and LoRA only after a tenth or fifth of the steps.
     """
+    if missing := why_missing():
+        Console(stderr=True).print(missing, markup=False)
     pipe: Any = load_pipeline(model or str(find("pipeline")), device, dtype)
     out, scored = Path(pictures) / f"{size}px", list[MethodLike](methods)
     if model:

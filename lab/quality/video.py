@@ -22,11 +22,13 @@ import typer
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import cosine_similarity
 
 from foveate import LLSA, HilbertA, ToMA
 from foveate.apps.console import progress
 from foveate.apps.demo import MODELS
 from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.efficientnet import load_efficientnet
 from foveate.apps.demo.recogniser import Detection, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.web.compare import showcase
 from foveate.methods.base import sparse_and_merging
@@ -170,6 +172,8 @@ def _scores(
         sets[label] = _drawn(pipeline, method, request, wanted, batch, folder, track(label, len(wanted)))
     scores: list[dict[str, Any]] = []
     dense = [_cut(strip) for strip in sets["dense"][0]]
+    features = load_efficientnet(pipeline.device)
+    of_dense = [features(_images(video)) for video in dense]
     for label, (strips, seconds) in sets.items():
         videos = [_cut(strip) for strip in strips]
         verdicts = [judge_video(_detect(recogniser, video), one) for video, one in zip(videos, wanted, strict=True)]
@@ -179,11 +183,15 @@ def _scores(
             "directions": mean(v.moves for v in verdicts),
             "extra": mean(v.extra for v in verdicts),
             "flicker": mean(map(_flicker, videos)) / mean(map(_flicker, dense)),
+            "efficientnet": mean(
+                float(1 - cosine_similarity(features(_images(video)), other).mean())
+                for video, other in zip(videos, of_dense, strict=True)
+            ),
             "psnr": mean(psnr(strip, other) for strip, other in zip(strips, sets["dense"][0], strict=True)),
             "seconds": seconds,
         })  # fmt: skip
         if label in ("real", "dense"):
-            scores[-1]["psnr"] = ""
+            scores[-1] |= {"efficientnet": "", "psnr": ""}
     return scores, {label: strips[:SHOWN] for label, (strips, _) in sets.items()}
 
 
@@ -232,6 +240,10 @@ def _cut(strip: Image.Image) -> np.ndarray:
 
 def _frames(video: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy()) for frame in video.unbind(1)]
+
+
+def _images(video: np.ndarray) -> list[Image.Image]:
+    return [Image.fromarray(frame) for frame in video]
 
 
 def _detect(recogniser: Recogniser, video: np.ndarray) -> list[list[Detection]]:

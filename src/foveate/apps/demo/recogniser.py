@@ -220,15 +220,24 @@ class FrechetDistance:
     """
 
     def __init__(self, real: Float[Tensor, "m dim"]) -> None:
-        self.mean, covariance = real.double().mean(0), torch.cov(real.double().mT)
-        values, vectors = torch.linalg.eigh(covariance)
-        self.trace, self.root = covariance.trace(), vectors * values.clamp(min=0).sqrt() @ vectors.mT
+        self.mean, self.root = _mean_and_root(real)
 
     def __call__(self, features: Float[Tensor, "n dim"]) -> float:
         """The distance of these features to the reference set."""
-        mean, covariance = features.double().mean(0), torch.cov(features.double().mT)
-        shared = torch.linalg.eigvalsh(self.root @ covariance @ self.root).clamp(min=0).sqrt().sum()
-        return float((mean - self.mean).square().sum() + covariance.trace() + self.trace - 2 * shared)
+        mean, root = _mean_and_root(features)
+        shared = torch.linalg.matrix_norm(root @ self.root.mT, "nuc")
+        spread = root.square().sum() + self.root.square().sum() - 2 * shared
+        return float((mean - self.mean).square().sum() + spread)
+
+
+def _mean_and_root(features: Float[Tensor, "n dim"]) -> tuple[Tensor, Tensor]:
+    """Mean, and a matrix R with at most `dim` rows for which RᵀR is the covariance.
+
+    With such R of A and S of B, the eigenvalues of B^½ A B^½ are the squared singular values of R Sᵀ.
+    """
+    mean = features.double().mean(0)
+    centred = (features.double() - mean) / (len(features) - 1) ** 0.5
+    return mean, torch.linalg.qr(centred, mode="r").R
 
 
 def load_recogniser(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Recogniser:
