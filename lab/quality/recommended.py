@@ -9,7 +9,7 @@ dense and with each method, from the same noise and without a caption.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 from statistics import mean, median
@@ -41,15 +41,11 @@ from foveate.utils.files import claim, slug
 from foveate.utils.progress import Track
 from foveate.utils.timing import now
 from foveate_models import find
-from lab.quality.common import Batch, Commit, Pictures, Prompts, Size, save_result
+from lab.quality.common import Batch, Commit, Pictures, Size, save_result
 from lab.quality.quality import load_distilled
 
-STEPS = 20
-RUN: dict[str, Any] = {
-    "strength": 0.4,
-    "num_inference_steps": STEPS,
-    "prompt": "",
-}  # of image to image: the last 8 of 20 steps
+STEPS, SEED = 20, 0
+RUN: dict[str, Any] = {"strength": 0.4, "num_inference_steps": STEPS, "prompt": ""}  # image to image: the last 8 steps
 PHOTOGRAPHS = "astronaut", "chelsea", "coffee", "rocket"  # they are in scikit-image's wheel
 UNTRAINED: list[MethodLike] = [
     ToMA(keep=0.75),
@@ -64,7 +60,7 @@ UNTRAINED: list[MethodLike] = [
 def main(
     study: Annotated[str, typer.Argument(help="captions or photographs.")],
     size: Size = 256,
-    prompts: Prompts = 500,
+    prompts: Annotated[int, typer.Option(help="Held-out captions, or photographs: 4 at most.")] = 500,
     batch: Batch = 1,
     device: str = "auto",
     dtype: str = "auto",
@@ -79,7 +75,7 @@ def main(
         if study == "captions":
             result = on_captions(groups, out, size, prompts, batch, track)
         else:
-            result = on_photographs(groups, out, size, track)
+            result = on_photographs(groups, out, size, PHOTOGRAPHS[:prompts], track)
     name = "recommended" if study == "captions" else study
     save_result(f"{name}-{choose_device(device).type}-{size}px", result, commit)
     table = Table("", "PSNR", "SSIM", "EfficientNet", "s per image")
@@ -103,7 +99,7 @@ def on_captions(
     """Scores of `evaluate`."""
     result: dict[str, Any] = {}
     for pipe, methods in groups:
-        request = Request("", (size, size), STEPS, None, 0)
+        request = Request("", (size, size), STEPS, None, SEED)
         evaluate(pipe, methods, out, prompts=prompts, request=request, batch=batch, track=track)
         scored = json.loads((out / "scores.json").read_text())
         result = result | scored | {"scores": result.get("scores", scored["scores"][:2]) + scored["scores"][2:]}
@@ -111,13 +107,19 @@ def on_captions(
 
 
 def on_photographs(
-    groups: Iterator[tuple[Any, list[MethodLike]]], out: Path, size: int, track: Track
+    groups: Iterator[tuple[Any, list[MethodLike]]], out: Path, size: int, names: Sequence[str], track: Track
 ) -> dict[str, Any]:
     """Means over the photographs, each compared with its dense result."""
-    given = [ImageOps.fit(Image.fromarray(getattr(data, name)()), (size, size)) for name in PHOTOGRAPHS]
+    given = {name: ImageOps.fit(Image.fromarray(getattr(data, name)()), (size, size)) for name in names}
     scores, settings, dense = list[dict[str, Any]](), dict[str, Any](), list[Image.Image]()
     for pipe, methods in groups:
-        settings = {"weights": fingerprint(denoiser(pipe)), "dtype": dtype_name(pipe.dtype), "size": size, **RUN}
+        settings = {
+            "weights": fingerprint(denoiser(pipe)),
+            "dtype": dtype_name(pipe.dtype),
+            "size": size,
+            "seed": SEED,
+            **RUN,
+        }
         claim(out, {name: str(value) for name, value in settings.items()})
         features = load_efficientnet(pipe.device)
         for method in methods if dense else (None, *methods):
@@ -137,18 +139,18 @@ def on_photographs(
                 raise ValueError(f"{label} stays dense at {size} px: leave it out")
             scores[-1] |= {name: mean(values) for name, values in each.items()}
             scores[-1]["each"] = [dict(zip(each, values, strict=True)) for values in zip(*each.values(), strict=True)]
-    return {"settings": settings, "photographs": PHOTOGRAPHS, "versions": versions(), "scores": scores}
+    return {"settings": settings, "photographs": names, "versions": versions(), "scores": scores}
 
 
 def drawn(
-    pipe: Any, method: MethodLike | None, given: list[Image.Image], out: Path, advance: Any
+    pipe: Any, method: MethodLike | None, given: dict[str, Image.Image], out: Path, advance: Any
 ) -> tuple[list[Image.Image], list[float]]:
     """Results for the photographs and their seconds. Existing results are not generated again."""
     painter: Any = FluxImg2ImgPipeline.from_pipe(pipe)
     painter.set_progress_bar_config(disable=True)
     folder = out / (f"{slug(method.title)}-{crc32(repr(method).encode()):08x}" if method else "dense")
     made, seconds = list[Image.Image](), list[float]()
-    for name, photograph in zip(PHOTOGRAPHS, given, strict=True):
+    for name, photograph in given.items():
         if not (path := folder / f"{name}.png").exists():
             with using(painter, method):
                 began = now(pipe.device)
@@ -157,7 +159,7 @@ def drawn(
                     height=photograph.height,
                     width=photograph.width,
                     max_sequence_length=TEXT_TOKENS,
-                    generator=torch.Generator("cpu").manual_seed(0),
+                    generator=torch.Generator("cpu").manual_seed(SEED),
                     **RUN,
                 ).images[0]
                 write_picture(path, image, {"seconds": f"{now(pipe.device) - began:.4f}"})
