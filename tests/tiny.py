@@ -750,30 +750,32 @@ FAMILIES = {
                    "attention_head_dim": (1, 2)}),
     "sd15": Family(sd15, _latent_inputs(unet_inputs), _LATENTS, {"block_out_channels": (32, 32, 32),
                    "attention_head_dim": 1}),
+    "animate": Family(animate, _animate_inputs, _VIDEOS, _WIDE),
+    "kandinsky5": Family(kandinsky5, _video_inputs(kandinsky5_inputs), _VIDEOS,
+                         {"model_dim": 64, "axes_dims": (8, 12, 12)}, (None, 0, 1, 2)),
+    "glm": Family(glm, _latent_inputs(glm_inputs), _SIZES, _WIDE),
+    "cosmos": Family(cosmos, _video_inputs(wan_inputs), _VIDEOS, _WIDE),
+    "joyimage": Family(joyimage, _latent_inputs(joyimage_inputs), _SIZES,
+                       {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
     **tiny_others.MERGING,
 }  # fmt: skip
 SPARSE = FAMILIES | {
     "vace": Family(vace, _wan_inputs, _VIDEOS, _WIDE),
-    "animate": Family(animate, _animate_inputs, _VIDEOS, _WIDE),
     "anyflow": Family(anyflow, _video_inputs(anyflow_inputs), _VIDEOS, _WIDE),
     "helios": Family(helios, _video_inputs(helios_inputs), ((5, 8, 10), (3, 12, 10)),
                      {"rope_dim": (8, 12, 12), **_WIDE}, text_first=earlier_tokens),
-    "kandinsky5": Family(kandinsky5, _video_inputs(kandinsky5_inputs), _VIDEOS,
-                         {"model_dim": 64, "axes_dims": (8, 12, 12)}, (None, 0, 1, 2)),
     "ernie": Family(ernie, _latent_inputs(ernie_inputs), _SIZES, {"hidden_size": 64, "rope_axes_dim": (8, 12, 12)},
                     text_first=False),
-    "glm": Family(glm, _latent_inputs(glm_inputs), _SIZES, _WIDE),
-    "cosmos": Family(cosmos, _video_inputs(wan_inputs), _VIDEOS, _WIDE),
     "hunyuan_framepack": Family(framepack, _video_inputs(framepack_inputs), ((5, 8, 10), (3, 12, 10)),
                                 {"rope_axes_dim": (8, 12, 12), **_WIDE}, (None, 0, 1, 2, 3, 4),
                                 text_first=earlier_tokens),
-    "joyimage": Family(joyimage, _latent_inputs(joyimage_inputs), _SIZES,
-                       {"hidden_size": 64, "rope_dim_list": [8, 12, 12]}, text_first=False),
     "ltx": Family(ltx, _video_inputs(ltx_inputs), _VIDEOS, _WIDE),
     "ltx2": Family(ltx2, _video_inputs(ltx2_inputs), _VIDEOS, _WIDE, (0, None, 1, None, 2, None)),
     **tiny_others.OTHERS,
 }  # fmt: skip
 """Families that sparse attention works in; tokens merge in the `FAMILIES` among them."""
+BY_MODULES = "vace", "anyflow", "fibo2", "dreamlite"
+"""Families of `SPARSE` whose tokens merge with granularity="module" alone."""
 LLSA_ONLY = {"pixel": Family(pixel, _pixel_inputs, _SIZES, method=LLSA(top_k=1, min_tokens=0))}
 
 
@@ -827,7 +829,8 @@ def exact(model):
         return mock.patch.object(transformer_kandinsky, "torch", SimpleNamespace(**vars(torch) | one))
     names = (
         "Wan", "LTX", "ChronoEdit", "SkyReels", "AnyFlow", "Helios", "Ernie", "AuraFlow", "Lumina2", "HiDream", "PRX",
-        "HunyuanDiT", "Nucleus", "QwenImage21", "Kandinsky6", "JoyImageEditPlus", "CogView4", "Ideogram4",
+        "HunyuanDiT", "Nucleus", "QwenImage21", "Kandinsky6", "JoyImage", "CogView4", "Ideogram4", "GlmImage",
+        "Cosmos",
     )  # fmt: skip
     if not type(model).__name__.startswith(names):
         return nullcontext()

@@ -66,7 +66,9 @@ def without_controlnet(x):
 
 def blocks(model):
     """The blocks by name, in running order."""
-    path = re.compile(r"(.*transformer_blocks|mode_blocks\.image|blocks|noise_refiner|layers)\.\d+")
+    path = re.compile(
+        r"((?!text).*(transformer|stream|double)_blocks|mode_blocks\.image|blocks|noise_refiner|layers)\.\d+"
+    )
     named = {name: m for name, m in model.named_modules() if path.fullmatch(name)}
     return dict(sorted(named.items(), key=lambda item: item[0].startswith("up_blocks")))
 
@@ -144,12 +146,13 @@ def test_blocks_that_stay_merged_compute_what_each_does_on_its_own(name, methods
     method = ToMA(granularity="block", weights="hard", dense_layers=dense_layers, **MERGES)
     with foveate.apply(model, *sparse, method) as run:
         together, runs = call(model, x), len(merges)
-        merging = {row.layer.rpartition(".")[0] for row in run.summary().layers if "ToMA" in row.method}
-        parts = {(stack, int(i)) for stack, _, i in (block.rpartition(".") for block in merging)}
-        assert runs == sum((stack, i - 1) not in parts for stack, i in parts)
+        merging = {row.layer for row in run.summary().layers if "ToMA" in row.method}
+        parts = {(stack, int(i)) for stack, i in (re.match(r"(.*)\.(\d+)\.", layer).groups() for layer in merging)}
+        each = name in ("animate", "hidream")  # which change all tokens between blocks
+        assert runs == sum(each or (stack, i - 1) not in parts for stack, i in parts)
         monkeypatch.setattr(Card, "residuals_between_blocks", lambda card, inputs: True)
         torch.testing.assert_close(call(model, x), together)
-        assert len(merges) == runs + len(merging)
+        assert len(merges) == runs + len(parts)
 
 
 class Ops(TorchDispatchMode):
@@ -304,11 +307,14 @@ def test_autocast_is_near_full_precision(name, granularity):
 def test_everything_in_a_block_runs_on_merged_tokens_or_what_the_options_name(name):
     model, x = built(name, (16, 16))
     words = {"krea2": 11, "qwen": 0, "sd3": 0, "zimage": 32, "auraflow": 19, "lumina2": 11}
+    words |= {"glm": 11, "cogview4": 11, "ideogram4": 11}
     text = words.get(name, 15)  # in the same tensor as the image
     dense = seen_tokens(model, x)
 
     def half(part):
-        words = text if part.startswith(("single", "layers")) or name in ("krea2", "minimax_h3") else 0
+        words = (
+            text if part.startswith(("single", "layers")) or name in ("krea2", "minimax_h3", "glm", "cogview4") else 0
+        )
         return words + (dense[part] - words) // 2
 
     with foveate.apply(model, ToMA(**MERGES)) as run:
@@ -546,7 +552,90 @@ def test_rows_of_minimax_h3_with_timesteps_of_their_own_merge_by_modules_alone()
         assert "each token has its own modulation" in run.summary().layers[0].why
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.SPARSE if name not in FAMILIES])
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("cosmos", {"timestep": torch.full((2, 1, 5, 1, 1), 500.0).double()}, "each frame has its own timestep"),
+        ("cosmos", {"block_controlnet_hidden_states": [torch.ones(2, 360, 36).double()]}, "what a ControlNet returns"),
+        ("ideogram4", {"timestep": torch.linspace(0.4, 0.6, 331).double().expand(2, -1)}, "its own timestep"),
+    ],
+    ids=["frames", "controlnet", "tokens"],
+)
+def test_models_that_treat_tokens_one_by_one_merge_by_modules(name, more, why):
+    model, x = built(name, batch=2)
+    if "block_controlnet_hidden_states" in more:
+        model.register_to_config(controlnet_block_every_n=1)
+        more = {"block_controlnet_hidden_states": 3 * more["block_controlnet_hidden_states"]}
+    dense = call(model, x | more)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="module")):
+        torch.testing.assert_close(call(model, x | more), dense)
+    with foveate.apply(model, ToMA(**LOSSLESS)) as run:
+        assert torch.equal(call(model, x | more), dense)
+        assert why in run.summary().layers[0].why
+
+
+def test_cosmos_with_learned_positions_merges_by_modules_alone():
+    model, x = built("cosmos", extra_pos_embed_type="learnable", dtype=torch.float32)  # their norm is in float32
+    with pytest.raises(ValueError, match="adds positions to all tokens in each block"):
+        foveate.apply(model, ToMA())
+    dense = call(model, x)
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity="module")):
+        torch.testing.assert_close(call(model, x), dense)
+
+
+def test_text_of_joyimage_may_be_rotated():
+    model, x = built("joyimage", batch=2, rope_type="mrope")
+    dense = call(model, x)
+    with foveate.apply(model, HilbertA(tiles=1), ToMA(**LOSSLESS)):
+        torch.testing.assert_close(call(model, x), dense)
+
+
+@pytest.mark.parametrize("granularity", ["block", "module"])
+def test_experts_of_nucleus_choose_among_merged_tokens_or_among_all(granularity):
+    experts = {"num_experts": 4, "moe_intermediate_dim": 32, "capacity_factors": [0.5] * 3}
+    model, x = built("nucleus", moe_enabled=True, dense_moe_strategy="all_moe", **experts)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    dense, seen = call(model, x), []
+    hook = model.transformer_blocks[2].img_mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    with foveate.apply(model, ToMA(**LOSSLESS, granularity=granularity)):
+        torch.testing.assert_close(call(model, x), dense)
+    with foveate.apply(model, ToMA(granularity=granularity, **MERGES)):
+        call(model, x)
+    assert seen == [320, 160 if granularity == "block" else 320]
+    hook.remove()
+
+
+def test_images_that_share_their_tensor_with_filling_do_not_merge():
+    for name, x in (("joyimage_plus", {"filling": 5}), ("hidream", {})):
+        model = FAMILIES[name].make()
+        x = FAMILIES[name].inputs(model, (16, 20), **x)
+        dense = call(model, x)
+        with foveate.apply(model, ToMA(**LOSSLESS)) as run:
+            assert torch.equal(call(model, x), dense)
+            assert re.search("fill|padded within the sequence", run.summary().layers[0].why)
+
+
+@pytest.mark.parametrize(("name", "sparse"), in_turn(tiny.BY_MODULES, [(), SPARSE], each=2))
+def test_models_that_merge_by_modules_alone(name, sparse):
+    model, x = built(name, batch=2)
+    dense = call(model, x)
+    with foveate.apply(model, *sparse) if sparse else nullcontext():
+        want = call(model, x)
+    auto = (replace(one, slide="auto") for one in sparse)
+    with foveate.apply(model, *auto, ToMA(**LOSSLESS, granularity="module")) as run:
+        torch.testing.assert_close(call(model, x), want)
+        assert all("ToMA" in row.method for row in run.summary().layers)
+    with foveate.apply(model, ToMA(keep=1.0, skip=0, granularity="module")):
+        assert torch.equal(call(model, x), dense)
+    with foveate.apply(model, *sparse, ToMA(granularity="module", **MERGES)):
+        assert (call(model, x) - dense).abs().max() > 1e-6
+    assert torch.equal(call(model, x), dense)
+    with pytest.raises(ValueError, match=r"merge with granularity=.module."):
+        foveate.apply(model, ToMA())
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.SPARSE if name not in (*FAMILIES, *tiny.BY_MODULES)])
 def test_models_whose_tokens_cannot_merge_refuse_it(name):
     with pytest.raises(ValueError, match="use HilbertA or LLSA alone"):
         foveate.apply(tiny.SPARSE[name].make(), ToMA())

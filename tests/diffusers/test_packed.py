@@ -8,6 +8,7 @@ import tiny
 import tiny_others
 import torch
 from diffusers import AuraFlowPipeline, AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21FlexAttnProcessor, QwenImage21KVCache
 from reference import reference
 from tiny import SPARSE, built, call
@@ -180,11 +181,27 @@ def test_references_of_fibo2_have_tiles_of_their_own(method):
     as_defined(SPARSE["fibo2"], model, lambda: call(model, x), method, *grids)
 
 
+def test_steps_of_glm_image_that_write_or_read_keys_of_references_stay_dense():
+    model, x = built("glm")
+    caches = GlmImageKVCache(3)
+    for mode in ("write", "read"):
+        caches.set_mode(mode)
+        with foveate.apply(model, TILED, ToMA(skip=0)) as run:
+            call(model, x, kv_caches=caches)
+            assert {row.why for row in run.summary().layers} == {"keys of the references are cached"}
+
+
 # --- torch's attention in wrapped processors ---
 
 
+@each_method
+def test_tokens_that_fill_up_an_image_of_hidream_attend_as_text_does(method):
+    model, x = built("hidream", (16, 20), **(SPARSE["hidream"].wide if isinstance(method, LLSA) else {}))
+    as_defined(SPARSE["hidream"], model, lambda: call(model, x), method, (16, 20))
+
+
 def test_packed_images_of_hidream_stay_dense():
-    model, x = built("hidream")
+    model, x = built("hidream", (16, 20))
     x |= {
         "hidden_states": x["hidden_states"].flatten(2).mT,
         "hidden_states_masks": torch.ones(1, 320).double(),

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, FluxTransformer2DModel, TensorParallelConfig
+from diffusers import ContextParallelConfig, FluxTransformer2DModel, HeliosTransformer3DModel, TensorParallelConfig
 from diffusers.hooks import tensor_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
@@ -136,11 +136,19 @@ def work(ranks, cases):
 
 ANY = {"ulysses_degree": 2, "ulysses_anything": True}  # uneven parts
 TOMA = ToMA(keep=0.5, tile=(4, 4), skip=1)
+# its own plan names 40 blocks
+HELIOS = {
+    path: split
+    for path, split in HeliosTransformer3DModel._cp_plan.items()
+    if path.split(".")[1] in ("*", "0", "1", "2")
+}
 CASES = [
     *((name, HilbertA(tiles=4, align=1), ANY) for name in PARALLEL),
     ("flux", HilbertA(tiles=4, align=1), {"before": True, "batch": 2, **ANY}),
     ("wan", HilbertA(tiles=4, align=1), {"compiled": True}),
     ("chroma", HilbertA(tiles=4, align=1), {"plan": FluxTransformer2DModel._cp_plan, **ANY}),  # has none of its own
+    ("helios", HilbertA(tiles=4, align=1), {"plan": HELIOS, "batch": 2, **ANY}),
+    ("helios", LLSA(top_k=1, min_tokens=0), {"plan": HELIOS, "before": True, **ANY}),
     *((name, LLSA(top_k=1, min_tokens=0), ANY) for name in ("flux2", "wan", "minimax_h3")),
     ("wan", HilbertA(tiles=4, align=1), {"before": True, "batch": 2}),
     *((name, TOMA, {"batch": 2, **ANY}) for name in ("flux", "flux2", "qwen")),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 from torch._dynamo.eval_frame import skip_code
 
-from foveate.diffusers.backend import LayerPlan, plan_of, with_text
+from foveate.diffusers.backend import LayerPlan, plan_of
 from foveate.diffusers.card import Card
 from foveate.utils.cache import FixedMemory
 
@@ -133,7 +133,7 @@ class Rotations:
     def of(self, rope: Any, plan: LayerPlan) -> tuple[Tensor, Tensor]:
         """(cos, sin) for a layer, from the argument of its block."""
         if self._given is not rope or self._made[0].shape[-2] != plan.local_tokens:
-            made = with_text(self.card.rotation(rope), plan.local_tokens)
+            made = plan.rotation(self.card.rotation(rope))
             self._given, self._made = rope, self._memory.hold(made) if self._reuse else made
         return self._made
 
@@ -169,7 +169,7 @@ class ArgumentsToBackend:
                 if plan.rope is None:  # that of merged tokens is set already
                     compiling = torch.compiler.is_compiling()  # then the backend adds rows for text
                     plan.rope = self.rotations.card.rotation(rope) if compiling else self.rotations.of(rope, plan)
-            args, kwargs = self.rope.replaced(args, kwargs)
+            args, kwargs = self.rope.replaced(args, kwargs, self.rotations.card.unrotated(rope))
         if (options := self.cache.of(args, kwargs)) and options.get("num_ref_tokens"):
             for plan in plans:
                 plan.cache = options["kv_cache"]

@@ -74,8 +74,9 @@ class LayerPlan:
         parts: One plan for each run of consecutive samples with equal padding; empty if all samples use this plan.
         samples: Number of samples of each part.
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
-            processor has done so. Rows for the last tokens, the text, may be left out: they are not rotated.
+            processor has done so. Rows for the text may be left out: it is not rotated.
         halves: Whether `rope` pairs channels of two halves: see `permute_tokens`.
+        text_first: Whether the text comes before the image.
         intercepted: Whether it attended densely because something intercepts torch's attention.
         called: Whether torch's attention was called in a processor that uses it, for the plan or not.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.
@@ -96,6 +97,7 @@ class LayerPlan:
     samples: tuple[int, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
     halves: bool = False
+    text_first: bool = False
     intercepted: bool = False
     called: bool = False
     watch: Callable[[Callable[[Tensor], Tensor], Tensor], None] | None = None
@@ -118,6 +120,10 @@ class LayerPlan:
         """Number of tokens on this process; all of them without context parallelism."""
         context = self.context_parallel_config
         return self.tokens if context is None else local_tokens(self.streams, context)
+
+    def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`rope` of the whole sequence on its device: see `with_text`."""
+        return with_text(rope, self.local_tokens, self.order.device, text_first=self.text_first)
 
     def fits(self, queries: int, keys: int) -> bool:
         """Whether the plan was made for this number of queries and keys."""
@@ -238,15 +244,22 @@ class RerunWithPlans:
         return self.original(run, *args)
 
 
-def with_text(rope: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of [image, text] from that of the image: text is not rotated.
+def with_text(
+    rope: tuple[Tensor, Tensor], tokens: int, device: torch.device, *, text_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of text and image, from that of the image if the text is not rotated.
 
     Args:
-        rope: (cos, sin), each [image, head_dim] or [batch, image, head_dim].
+        rope: (cos, sin), each [image or all, head_dim] or [batch, image or all, head_dim], on any device.
         tokens: Length of the sequence.
+        device: Device of the result.
+        text_first: Whether the text comes before the image.
     """
-    (cos, sin), text = rope, tokens - rope[0].shape[-2]
-    return (pad(cos, (0, 0, 0, text), value=1.0), pad(sin, (0, 0, 0, text))) if text else rope
+    cos, sin = (x.to(device) for x in rope)
+    if not (text := tokens - cos.shape[-2]):
+        return cos, sin
+    rows = (0, 0, text, 0) if text_first else (0, 0, 0, text)
+    return pad(cos, rows, value=1.0), pad(sin, rows)
 
 
 @attention_dispatch._AttentionBackendRegistry.register(FOVEATE, supports_context_parallel=True)
@@ -273,7 +286,7 @@ def foveate_attention(
         others = (attn_mask, dropout_p, is_causal, scale, enable_gqa, plan)
         watch(lambda values: foveate_attention(query, key, values, *others), value)
     context = plan.context_parallel_config
-    rope = None if plan.rope is None else with_text(plan.rope, plan.local_tokens)
+    rope = None if plan.rope is None else plan.rotation(plan.rope)
     fits = has_lengths and not is_causal and (attn_mask is None or plan.mask_is_padding)
     plan.intercepted = fits and plan.pattern is not None and is_intercepted()
     if not fits or plan.pattern is None or plan.intercepted:

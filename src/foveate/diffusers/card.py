@@ -316,6 +316,13 @@ def refiner_and_layers(model: Any) -> Iterator[Stack]:
     yield Stack("layers", layers, model, "layers", default_skip(len(layers)), joined=True)
 
 
+def submodule(block: nn.Module, name: str) -> Any:
+    """A module inside of a block by its dotted name; None if there is none."""
+    for part in name.split("."):
+        block = getattr(block, part, None)  # pyright: ignore[reportAssignmentType]
+    return block
+
+
 def cos_and_sin(turns: Tensor) -> tuple[Tensor, Tensor]:
     """What `Card.rotation` returns, from complex rotations of each pair of channels [batch or 1, tokens, pairs]."""
     turns = turns[0] if len(turns) == 1 else turns
@@ -345,7 +352,7 @@ class Card:
             for which `layout` has `padding` segments.
         cache: Name of a block's argument, a dictionary whose "kv_cache" keeps keys and values of references; None if
             there is none. Foveate's backend then reads and fills it.
-        rotates_text: Whether the rotary embedding has rows for text too. Where it has none, the image comes first.
+        rotates_text: Whether the rotary embedding always has rows for text too, and is on the device of the tokens.
         returns_image_first: Whether blocks that return image and text return the image first.
         timestep_scale: Timestep of pure noise, as the model is given it; None if timesteps have another scale.
         start_percent: Fraction of the run before which a comparison keeps steps dense for methods without a LoRA.
@@ -407,11 +414,18 @@ class Card:
         """
         return rope
 
+    def unrotated(self, rope: Any) -> Any:
+        """What the model is given in place of `rope` where Foveate rotates queries and keys: nothing.
+
+        Processors that cannot do without get one that rotates by zero.
+        """
+        return None
+
     def attentions(self, block: nn.Module) -> dict[str, Any]:
         """The self-attention modules of a block by name."""
         if getattr(block, "only_cross_attention", False):
             return {}
-        return {name: attn for name in self.attention if (attn := getattr(block, name, None)) is not None}
+        return {name: attn for name in self.attention if (attn := submodule(block, name)) is not None}
 
     def is_single_stream(self, block: nn.Module) -> bool:
         """Whether a part of the block, from a norm to a linear layer, merges as a whole: see `stream`."""
@@ -424,7 +438,7 @@ class Card:
         return {
             name: module
             for name, kind in self.merged_modules.items()
-            if on[kind] and (module := getattr(block, name, None)) is not None
+            if on[kind] and (module := submodule(block, name)) is not None
         }
 
     def check(self, model: Any, methods: tuple[Any, ...]) -> None:

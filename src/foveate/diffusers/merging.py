@@ -287,7 +287,8 @@ class MergedBlock:
             rotation = None if rope is None else self.group.card.rotation(rope)
             image = now.split(tokens_of(args, kwargs), self._text_of(now))[1]
             if rotation is not None and not self.group.card.rotates_text:
-                rotation = with_text(rotation, image.shape[1] + len(now.text))
+                tokens = image.shape[1] + len(now.text)
+                rotation = with_text(rotation, tokens, image.device, text_first=not now.image_first)
             self.group.plan(image, rotation)
         taken = self._arguments.take(args, kwargs) if self._arguments else None
         return taken or (args, kwargs)
@@ -310,7 +311,7 @@ class MergedBlock:
             args, kwargs = with_tokens(now.whole[1], args, kwargs)
         if (rows := self.rows.of(args, kwargs)) is not None:
             args, kwargs = self.rows.replaced(args, kwargs, now.rows_of_blocks(rows, self._text_of(now)))
-        return without_rope(now, self.rope, args, kwargs)
+        return self.without_rope(self.rope, args, kwargs)
 
     @torch.compiler.disable
     def leave(self, output: Any) -> Any:
@@ -352,9 +353,16 @@ class MergedBlock:
 
     def run_rotated(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an attention module that may be given merged tokens."""
-        if (now := self.group.merging) is not None:
-            args, kwargs = without_rope(now, self.attention_rope, args, kwargs)
+        if self.group.merging is not None:
+            args, kwargs = self.without_rope(self.attention_rope, args, kwargs)
         return forward(*args, **kwargs)
+
+    def without_rope(self, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call on merged tokens, whose rotary embedding travels in the plan of the layer."""
+        plans, given = self.group.merging.layer_plans, rope.of(args, kwargs)
+        if given is None or not plans or plans[0].rope is None:
+            return args, kwargs
+        return rope.replaced(args, kwargs, self.group.card.unrotated(given))
 
     def merge_stream(self) -> None:
         """Run a single-stream block on merged tokens from its norm to its last linear layer: see `Card.stream`."""
@@ -401,9 +409,3 @@ def with_tokens(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """The arguments of a call with other tokens, also where they are given a second time, as keys."""
     old = tokens_of(args, kwargs)
     return tuple(x if y is old else y for y in args), {name: x if y is old else y for name, y in kwargs.items()}
-
-
-def without_rope(now: MergePass, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call on merged tokens, whose rotary embedding travels in the plan of the layer."""
-    plans = now.layer_plans
-    return rope.replaced(args, kwargs) if plans and plans[0].rope is not None else (args, kwargs)

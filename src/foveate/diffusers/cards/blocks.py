@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from foveate.diffusers.backend import LayerPlan, foveate_attention, plan_of
 from foveate.diffusers.card import Card, Stack, TokenLayout, text
+from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["CosmosCard", "DiTCard", "DispatchedProcessor", "PixArtCard", "SD3Card", "UNetCard"]
 
@@ -168,5 +169,18 @@ class CosmosCard(Card):
     start_percent = 0.4
     timestep_scale = None
     attention = {"attn1": False}  # noqa: RUF012
+    rope = "image_rotary_emb"
+    rotates_halves = True
+    merged_modules = {"attn1": "attn", "attn2": "cross", "ff": "mlp"}  # noqa: RUF012
     wrapper = DispatchedProcessor
-    merging_unsupported_reason = "rotates halves of the channels instead of pairs"
+
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Leave whole blocks unmerged where each frame has a timestep, or blocks add what a ControlNet returns."""
+        if method.granularity == "block" and inputs["timestep"].ndim > 1:
+            raise DenseFallback("each frame has its own timestep: merge with granularity='module'")
+        if method.granularity == "block" and inputs.get("block_controlnet_hidden_states") is not None:
+            raise DenseFallback("blocks add what a ControlNet returns: merge with granularity='module'")
+
+    def block_merging_unsupported_reason(self, model: Any) -> str:
+        """Text of models with learned positions."""
+        return "adds positions to all tokens in each block" if model.config.extra_pos_embed_type else ""

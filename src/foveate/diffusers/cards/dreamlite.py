@@ -17,4 +17,7 @@ class DreamLiteCard(UNetCard):
 
     parts = DreamLiteTransformer2DModel, BasicTransformerBlockDreamLite
     wrapper: ClassVar[Any] = None
-    merging_unsupported_reason = "has blocks that replace their tokens instead of adding to them"
+
+    def block_merging_unsupported_reason(self, model: Any) -> str:
+        """Blocks without self-attention replace their tokens by their norm."""
+        return "has blocks that replace their tokens instead of adding to them"

@@ -7,9 +7,8 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21FlexAttnProcessor
 from torch import Tensor
 
-from foveate.diffusers.card import Card, TokenLayout, image, patches, text, text_and_padding, video
+from foveate.diffusers.card import Card, TokenLayout, cos_and_sin, image, patches, text, text_and_padding, video
 from foveate.diffusers.cards.blocks import DispatchedProcessor
-from foveate.diffusers.cards.self_rotating import HALVES
 from foveate.methods.base import DenseFallback
 from foveate.utils.cache import cached_by_tensor
 
@@ -43,9 +42,10 @@ class PRXCard(Card):
 class NucleusCard(Card):
     """`NucleusMoEImageTransformer2DModel`: the image, then the keys of the text."""
 
+    rope = "image_rotary_emb"
     timestep_scale = 1.0
+    merged_modules = {"attn": "attn"}  # noqa: RUF012
     padding_mask = "encoder_hidden_states_mask"
-    merging_unsupported_reason = "has experts that choose among all tokens"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """The image, with the keys of the text after its own."""
@@ -56,6 +56,15 @@ class NucleusCard(Card):
         texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], inputs.get("encoder_hidden_states_mask"))
         return [TokenLayout((image(*grid),), keys=words, keys_last=True) for words in texts]
 
+    def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """From the complex rotations of image and text, [tokens, pairs] each."""
+        return cos_and_sin(rope[0][None])
+
+    def unrotated(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """That of the text, whose keys the processor rotates."""
+        image, words = rope
+        return torch.ones_like(image[:1]), words
+
 
 class QwenImage21Card(Card):
     """`QwenImage21Transformer2DModel`: text and references attend causally, the image to all of them and itself."""
@@ -63,7 +72,7 @@ class QwenImage21Card(Card):
     timestep_scale = 1.0
     padding_mask = "encoder_hidden_states_mask"
     wrapper = DispatchedProcessor
-    merging_unsupported_reason = "modulates the image in another way than text and references"
+    merging_unsupported_reason = "has text and references before the image in steps without their cache"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """The image, with the keys of text and references before its own, whether they are cached or not."""
@@ -99,7 +108,7 @@ class Cosmos3Card(Card):
     blocks = "layers"
     attention = {"self_attn": True}  # noqa: RUF012
     start_percent = 0.4
-    merging_unsupported_reason = HALVES
+    merging_unsupported_reason = "has no dimension for the samples of a batch, and blocks that take the text first"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The video, then sound and actions as text, with the keys of the text before."""

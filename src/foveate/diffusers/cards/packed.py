@@ -1,8 +1,10 @@
 """Models that pack text and images into one sequence: Ideogram 4, JoyImage Edit Plus, Bria FIBO 2."""
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+import torch
 from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 from diffusers.models.transformers.transformer_ideogram4 import OUTPUT_IMAGE_INDICATOR, SEQUENCE_PADDING_INDICATOR
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from foveate.diffusers.card import (
     Card,
     Stack,
     TokenLayout,
+    cos_and_sin,
     image,
     padding,
     patches,
@@ -20,8 +23,8 @@ from foveate.diffusers.card import (
     text_lengths,
 )
 from foveate.diffusers.cards.flux import grids_of
-from foveate.diffusers.cards.self_rotating import HALVES
-from foveate.methods.base import DenseFallback
+from foveate.diffusers.cards.self_rotating import JoyImageEditCard
+from foveate.methods.base import DenseFallback, TokenMerging
 from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["BriaFibo2Card", "Ideogram4Card", "JoyImageEditPlusCard"]
@@ -33,8 +36,10 @@ class Ideogram4Card(Card):
     blocks = "layers"
     attention = {"attention": True}  # noqa: RUF012
     timestep_scale = 1.0
+    rope = "image_rotary_emb"
+    rotates_halves = True
+    merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
     padding_mask = "attention_mask"
-    merging_unsupported_reason = HALVES
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """Padding and text of each sample, then the image, whose grid is in `position_ids`."""
@@ -42,6 +47,21 @@ class Ideogram4Card(Card):
         texts = text_and_padding(before, _is_real(inputs["segment_ids"]))
         [grid] = grids_of(inputs["position_ids"], before)
         return [TokenLayout((*words, image(*grid))) for words in texts]
+
+    def stacks(self, model: Any) -> Iterator[Stack]:
+        """The blocks, which are given text and image in one tensor."""
+        (stack,) = super().stacks(model)
+        yield stack._replace(joined=True)
+
+    def unrotated(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Cosines of one and sines of zero for all tokens."""
+        cos, sin = (x[:, :1] for x in rope)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Leave whole blocks unmerged where each token has a timestep of its own."""
+        if inputs["timestep"].ndim == 2 and method.granularity == "block":
+            raise DenseFallback("each token has its own timestep: merge with granularity='module'")
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
         """Fraction of the run that is left: the model's timestep rises from 0 to 1."""
@@ -68,12 +88,10 @@ def _is_real(segments: Tensor) -> Tensor:
     return real
 
 
-class JoyImageEditPlusCard(Card):
+class JoyImageEditPlusCard(JoyImageEditCard):
     """`JoyImageEditPlusTransformer3DModel`: [picture, references, padding, text, padding]."""
 
-    blocks = "double_blocks"
     padding_mask = "encoder_hidden_states_mask"
-    merging_unsupported_reason = "pads the images of a sample within the sequence"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """The images of each sample, which are padded to the longest sample, then the text."""
@@ -88,14 +106,24 @@ class JoyImageEditPlusCard(Card):
         texts = text_and_padding(inputs["encoder_hidden_states"].shape[1], mask)
         return [TokenLayout((*images, filling, *words)) for words in texts]
 
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Leave images unmerged that share their tensor with padding."""
+        if inputs["hidden_states"].shape[1] > sum(prod(shape) for shape in inputs["shape_list"][0]):
+            raise DenseFallback("the images of a sample are padded within the sequence")
+
+    def rotation(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """From [batch, image tokens, head_dim]: text is not rotated."""
+        return rope
+
 
 class BriaFibo2Card(Card):
     """`BriaFibo2Transformer2DModel`: [gist of the text, picture, references], or the gist last if it is padded."""
 
     attention = {"attention": True}  # noqa: RUF012
+    rope = "freqs_cis"
     timestep_scale = 1.0
+    merged_modules = {"attention": "attn", "feed_forward": "mlp"}  # noqa: RUF012
     padding_mask = "attn_mask"
-    merging_unsupported_reason = "modulates each token by its image"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """Gist and images; blocks that refine the images see no gist."""
@@ -122,3 +150,11 @@ class BriaFibo2Card(Card):
         """The blocks that refine the images, then the main blocks."""
         self.patch = model.config.patch_size
         return refiner_and_layers(model)
+
+    def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """From the complex rotations of each sample."""
+        return cos_and_sin(rope)
+
+    def block_merging_unsupported_reason(self, model: Any) -> str:
+        """Text of models that modulate references in their own way."""
+        return "modulates each token by its image"

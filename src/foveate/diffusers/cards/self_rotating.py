@@ -11,16 +11,17 @@ from foveate.utils.cache import cached_by_tensor
 
 __all__ = ["ErnieImageCard", "GlmImageCard", "JoyImageEditCard", "Kandinsky5Card", "Kandinsky6Card"]
 
-HALVES = "rotates halves of the channels instead of pairs"
-
 
 class JoyImageEditCard(Card):
     """`JoyImageEditTransformer3DModel`: [picture, references, text]; all images have one size."""
 
     blocks = "double_blocks"
-    merging_unsupported_reason = "makes its rotary embedding on the CPU"
+    rope = "image_rotary_emb"
+    rotates_text = False
+    returns_image_first = True
+    merged_modules = {"attn": "attn", "img_mlp": "mlp"}  # noqa: RUF012
 
-    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
+    def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout | list[TokenLayout]:
         """[picture, references, text]; each image is an item of the latents."""
         *items, _, frames, height, width = inputs["hidden_states"].shape
         patch = holder.config.patch_size
@@ -29,6 +30,11 @@ class JoyImageEditCard(Card):
         pictures = (items[1] if len(items) == 2 else 1) * (patches((height, width), patch[1:]),)
         return TokenLayout((*pictures, text(inputs["encoder_hidden_states"].shape[1])))
 
+    def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
+        """From (cos, sin) of the images and of the text, or None if the text is not rotated."""
+        cos, sin = zip(*filter(None, rope), strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
 
 class ErnieImageCard(Card):
     """`ErnieImageTransformer2DModel`: [image, text, padding]."""
@@ -36,7 +42,7 @@ class ErnieImageCard(Card):
     blocks = "layers"
     attention = {"self_attention": True}  # noqa: RUF012
     padding_mask = "attention_mask"
-    merging_unsupported_reason = HALVES
+    merging_unsupported_reason = "has the samples of a batch in the second dimension of its tokens"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> list[TokenLayout]:
         """The image, then the text, padded to the longest."""
@@ -57,12 +63,16 @@ class GlmImageCard(Card):
     """`GlmImageTransformer2DModel`: [text, image]."""
 
     attention = {"attn1": True}  # noqa: RUF012
-    merging_unsupported_reason = HALVES
+    rope = "image_rotary_emb"
+    rotates_text = False
+    rotates_halves = True
+    returns_image_first = True
+    merged_modules = {"attn1": "attn"}  # noqa: RUF012
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The text, then the image."""
         caches = inputs.get("kv_caches")
-        if caches is not None and caches[0].mode == "read":
+        if caches is not None and caches[0].mode in ("write", "read"):
             raise DenseFallback("keys of the references are cached")
         picture = patches(inputs["hidden_states"].shape[2:], holder.config.patch_size)
         return TokenLayout((text(inputs["encoder_hidden_states"].shape[1]), picture))
@@ -78,7 +88,8 @@ class Kandinsky5Card(Card):
     start_percent = 0.4
     blocks = "visual_transformer_blocks"
     attention = {"self_attention": False}  # noqa: RUF012
-    merging_unsupported_reason = "rounds rotated queries and keys to bfloat16"
+    rope = "rope", "rotary_emb"
+    merged_modules = {"self_attention": "attn", "cross_attention": "cross", "feed_forward": "mlp"}  # noqa: RUF012
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The video; its grid is that of the latent's patches."""
@@ -86,16 +97,19 @@ class Kandinsky5Card(Card):
             raise DenseFallback("the model's own sparse attention is on")
         return TokenLayout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))
 
+    def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """From a 2 x 2 rotation for each pair of channels, [batch, tokens, 1, pairs, 2, 2], alike in all samples."""
+        cos, _, sin, _ = rope[0, :, 0].flatten(-2).repeat_interleave(2, -2).unbind(-1)
+        return cos, sin
+
 
 class Kandinsky6Card(Kandinsky5Card):
     """`Kandinsky6Transformer3DModel`: video tokens alone; text and audio by cross-attention."""
 
+    attention = {"video_dec_block.self_attention": False}  # noqa: RUF012
+    rope = None
     merging_unsupported_reason = "has one block for video and audio"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The video; its grid is that of the latent's patches."""
         return TokenLayout((patches(inputs["hidden_states"].shape[1:4], holder.config.patch_size),))
-
-    def attentions(self, block: Any) -> dict[str, Any]:
-        """The self-attention module of the part for the video."""
-        return super().attentions(block.video_dec_block)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foveate.diffusers.card import (
@@ -17,7 +18,6 @@ from foveate.diffusers.card import (
     text_lengths,
 )
 from foveate.diffusers.cards.blocks import DispatchedProcessor
-from foveate.diffusers.cards.self_rotating import HALVES
 from foveate.methods.base import DenseFallback, TokenMerging, default_skip
 
 __all__ = ["AuraFlowCard", "CogView4Card", "HiDreamCard", "HunyuanDiTCard", "Lumina2Card"]
@@ -45,8 +45,12 @@ class CogView4Card(Card):
     """`CogView4Transformer2DModel`: [text, image]."""
 
     attention = {"attn1": True}  # noqa: RUF012
+    rope = "image_rotary_emb"
+    rotates_text = False
+    rotates_halves = True
+    returns_image_first = True
+    merged_modules = {"attn1": "attn"}  # noqa: RUF012
     wrapper = DispatchedProcessor
-    merging_unsupported_reason = HALVES
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The text, then the image."""
@@ -66,9 +70,11 @@ class HunyuanDiTCard(Card):
 class HiDreamCard(Card):
     """`HiDreamImageTransformer2DModel`: [image, text], in blocks that are wrapped in another module."""
 
-    attention = {"attn1": True}  # noqa: RUF012
+    attention = {"block.attn1": True}  # noqa: RUF012
+    rope = "image_rotary_emb"
+    returns_image_first = True
+    merged_modules = {"block.attn1": "attn", "block.ff_i": "mlp"}  # noqa: RUF012
     wrapper = DispatchedProcessor
-    merging_unsupported_reason = "cuts off the text by its position after each block"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """The image, the tokens that fill it up, which take part in attention, then the text of three encoders."""
@@ -84,11 +90,26 @@ class HiDreamCard(Card):
         """Double-stream blocks, then single-stream blocks."""
         for name in ("double_stream_blocks", "single_stream_blocks"):
             blocks = getattr(model, name)
-            yield Stack(name, blocks, model, name, default_skip(len(blocks)))
+            yield Stack(name, blocks, model, name, default_skip(len(blocks)), joined=name == "single_stream_blocks")
 
-    def attentions(self, block: Any) -> dict[str, Any]:
-        """The attention module of the block inside."""
-        return super().attentions(block.block)
+    def rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """From a 2 x 2 rotation for each pair of channels, [batch, tokens, 1, pairs, 2, 2], alike in all samples."""
+        cos, _, sin, _ = rope[0, :, 0].flatten(-2).repeat_interleave(2, -2).unbind(-1)
+        return cos, sin
+
+    def unrotated(self, rope: Tensor) -> Tensor:
+        """The rotation by zero."""
+        return torch.eye(2).to(rope).expand_as(rope[:, :1])
+
+    def residuals_between_blocks(self, inputs: dict[str, Any]) -> bool:
+        """The model cuts off the text by its position after each block."""
+        return True
+
+    def check_merging(self, method: TokenMerging, inputs: dict[str, Any]) -> None:
+        """Leave images unmerged that share their tensor with tokens that fill it up."""
+        rows, columns = inputs["hidden_states"].shape[2:]
+        if rows != columns:
+            raise DenseFallback("tokens fill up an image that is no square")
 
     def timestep(self, inputs: dict[str, Any]) -> Tensor:
         """The timestep by its name."""

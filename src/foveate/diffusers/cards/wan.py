@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foveate.diffusers.backend import context_of
-from foveate.diffusers.card import Card, Stack, TokenLayout, earlier_frames
+from foveate.diffusers.card import Card, Stack, TokenLayout, cos_and_sin, earlier_frames
 from foveate.methods.base import DenseFallback, TokenMerging
 
 __all__ = ["AnyFlowCard", "HeliosCard", "SkyReelsV2Card", "WanAnimateCard", "WanCard", "WanVACECard"]
@@ -46,14 +45,21 @@ class SkyReelsV2Card(WanCard):
 class WanAnimateCard(WanCard):
     """`WanAnimateTransformer3DModel`: the first frame is the reference."""
 
-    merging_unsupported_reason = "adds the face to all tokens between blocks"
+    def residuals_between_blocks(self, inputs: dict[str, Any]) -> bool:
+        """The model adds the face."""
+        return True
 
 
 class AnyFlowCard(WanCard):
     """`AnyFlowTransformer3DModel`, whose latents have frames before channels."""
 
-    rope = None
-    merging_unsupported_reason = "modulates each token by the timestep of its frame"
+    def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
+        """From the complex rotations of queries, which are those of keys: [1, 1, tokens, pairs]."""
+        return cos_and_sin(rope["query"][0])
+
+    def block_merging_unsupported_reason(self, model: Any) -> str:
+        """Each frame has a timestep of its own."""
+        return "modulates each token by the timestep of its frame"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout | list[TokenLayout]:
         """The video; its grid is that of the latent's patches."""
@@ -65,22 +71,21 @@ class HeliosCard(WanCard):
 
     attention = {"attn1": True}  # noqa: RUF012
     rope = None
-    merging_unsupported_reason = "puts earlier frames before the video"
+    merging_unsupported_reason = "counts earlier frames from the number of tokens"
 
     def layout(self, holder: Any, inputs: dict[str, Any]) -> TokenLayout:
         """[earlier frames, video]."""
-        blocks = holder.blocks
-        if context_of(blocks[0].attn1.processor):
-            raise DenseFallback("context parallelism splits earlier frames and the video as one")
         names = (f"latents_history_{length}" for length in ("short", "mid", "long"))
         video: Any = super().layout(holder, inputs)
-        return TokenLayout((earlier_frames(inputs, *names), *video.segments))
+        return TokenLayout((earlier_frames(inputs, *names), *video.segments), packed=True)
 
 
 class WanVACECard(WanCard):
     """`WanVACETransformer3DModel`: first the blocks of the control, then those of the video, which they add to."""
 
-    merging_unsupported_reason = "adds its control to all tokens between blocks"
+    def block_merging_unsupported_reason(self, model: Any) -> str:
+        """Blocks of the control are given two tensors of tokens."""
+        return "has blocks of the control that take the video beside it"
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """Blocks of the control, then those of the video."""
