@@ -4,7 +4,7 @@ import pytest
 import tiny
 import tiny_pipelines
 import torch
-from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, FluxKontextPipeline, UniPCMultistepScheduler
 
 import foveate
 from foveate import HilbertA, ToMA
@@ -147,9 +147,9 @@ def test_what_does_not_work_is_refused_with_the_remedy():
     pipe, generate = tiny.pipeline(), ProgressiveResolution()
     with pytest.raises(ValueError, match=r"multiples of 4 pixels, not 94 x 64"):
         generate(pipe, **asked((pipe, (94, 64), {})))
-    other = tiny_pipelines.flux2()
-    with pytest.raises(ValueError, match=r"knows pipelines of FLUX.1, Chroma and Wan, not Flux2Pipeline"):
-        generate(other, **asked((other, (96, 64), {})))
+    for other in (tiny_pipelines.flux2(), tiny_pipelines.wan(image=True), FluxKontextPipeline(**pipe.components)):
+        with pytest.raises(ValueError, match=rf"ChromaPipeline and WanPipeline, not {type(other).__name__}"):
+            generate(other, **asked((other, (96, 64), {})))
     for scheduler, told in (
         (DDIMScheduler(), "needs a flow-matching scheduler, not DDIMScheduler"),
         (UniPCMultistepScheduler(), "needs a flow-matching scheduler, not UniPC"),

@@ -183,11 +183,14 @@ def _unit(pipeline: Any) -> int:
         raise ValueError(f"resolution over steps needs a flow-matching scheduler, not {type(scheduler).__name__}")
     if scheduler.order > 1:
         raise ValueError(f"{type(scheduler).__name__} has several timesteps a step: use one of first order")
-    if name.startswith(("Flux", "Chroma")) and _packs(pipeline):
+    kinds = {
+        kind.__name__ for kind in type(pipeline).__mro__
+    }  # those that begin from an image prepare more than noise
+    if kinds & {"FluxPipeline", "ChromaPipeline"}:
         return 2 * pipeline.vae_scale_factor
-    if name.startswith("Wan"):
+    if "WanPipeline" in kinds:
         return pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[-1]
-    raise ValueError(f"resolution over steps knows pipelines of FLUX.1, Chroma and Wan, not {name}")
+    raise ValueError(f"resolution over steps knows FluxPipeline, ChromaPipeline and WanPipeline, not {name}")
 
 
 def _unpacked(pipeline: Any, latents: Tensor, size: tuple[int, int]) -> Tensor:
