@@ -77,6 +77,30 @@ def test_pipelines_and_modular_pipelines_of_the_same_parts_generate_the_same(nam
         torch.testing.assert_close(*pair, rtol=0, atol=1e-5 if name == "ltx" else 0)
 
 
+def without(pipe):
+    """The pipeline without its denoiser, as those that only encode prompts."""
+    pipe.register_modules(transformer=None)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        (lambda: modular_pipelines.FluxAutoBlocks().init_pipeline(), "has not loaded its transformer: call load_comp"),
+        (lambda: modular_pipelines.Wan22Blocks().init_pipeline(), "has not loaded its transformer and transformer_2"),
+        (lambda: without(tiny.pipeline()), "its transformer: call from_pretrained"),
+        (modular_pipelines.FluxAutoBlocks, "FluxAutoBlocks are blocks of a modular pipeline: pass the pipeline that"),
+        (lambda: [modular_pipelines.FluxAutoBlocks()], "pass a diffusers pipeline with a denoiser"),
+    ],
+    ids=["empty", "experts", "without", "blocks", "list"],
+)
+def test_what_has_no_denoiser_is_refused_with_the_remedy(target, remedy):
+    target = target()
+    for call in (lambda: foveate.apply(target, LATE), lambda: foveate.summary(target), lambda: foveate.remove(target)):
+        with pytest.raises(ValueError, match=remedy):
+            call()
+
+
 def h3(reference=False):
     """The blocks of MiniMax-H3 that denoise, their pipeline, and its arguments for 4 steps of 37 x 4 x 4 tokens."""
     blocks = (minimax_h3.MiniMaxH3Ref2VACoreDenoiseStep if reference else minimax_h3.MiniMaxH3CoreDenoiseStep)()

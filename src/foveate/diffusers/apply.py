@@ -191,12 +191,17 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
     if isinstance(target, torch.nn.Module):
         return {type(_unwrapped(target)).__name__: target}
     found = {name: model for name in DENOISERS if (model := getattr(target, name, None)) is not None}
-    if not found:
-        raise ValueError(
-            f"{type(target).__name__} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, "
-            "or the denoiser itself"
-        )
-    return found
+    if found:
+        return found
+    name, missing = type(target).__name__, [name for name in DENOISERS if hasattr(target, name)]
+    if missing:
+        load = "load_components" if hasattr(target, "load_components") else "from_pretrained"
+        raise ValueError(f"this {name} has not loaded its {' and '.join(missing)}: call {load}(...) first")
+    if hasattr(target, "init_pipeline"):
+        raise ValueError(f"{name} are blocks of a modular pipeline: pass the pipeline that runs them")
+    raise ValueError(
+        f"{name} has no {', '.join(DENOISERS)}: pass a diffusers pipeline with a denoiser, or the denoiser itself"
+    )
 
 
 def _unwrapped(model: Any) -> Any:
