@@ -57,6 +57,17 @@ def test_a_notebook_shows_the_same_rows_escaped():
         assert "no forward yet" in run._repr_html_()
 
 
+def test_a_denoiser_that_was_loaded_after_apply_is_named_in_the_summary_and_the_log(caplog):
+    pipe = tiny.pipeline()
+    with foveate.apply(pipe, HilbertA(tiles=2)) as run:
+        pipe.transformer_2 = tiny.flux()
+        told = "transformer_2: the pipeline has another transformer_2 now, which is dense: apply again"
+        assert told in str(run.summary())
+        assert told in run._repr_html_()
+        assert not run.summary().to_dict()["transformer"]["replaced"]
+        assert "another transformer_2 since apply" in caplog.text
+
+
 def test_a_denoiser_that_was_swapped_after_apply_is_named_in_the_summary_and_the_log(caplog):
     pipe = tiny.pipeline()
     run = foveate.apply(pipe, HilbertA(tiles=2))

@@ -93,15 +93,14 @@ class Handle:
             yield
 
     def _replaced(self) -> frozenset[str]:
-        """Denoisers that were replaced since `apply`; they run dense, and the log says so."""
-        replaced: set[str] = set()
-        for name, adapter in self._adapters.items():
-            pipeline = adapter.clock.pipeline
-            models = [_unwrapped(getattr(pipeline, denoiser, None)) for denoiser in DENOISERS]
-            if pipeline is not None and not any(model is adapter.model for model in models):
-                log.warning("the pipeline has another %s since apply, which is dense: apply again", name)
-                replaced.add(name)
-        return frozenset(replaced)
+        """Denoisers that the pipeline got since `apply`; they run dense, and the log says so."""
+        pipeline = next((adapter.clock.pipeline for adapter in self._adapters.values()), None)
+        models = {name: _unwrapped(getattr(pipeline, name, None)) for name in DENOISERS}
+        known = [None, *(adapter.model for adapter in self._adapters.values())]
+        replaced = frozenset(name for name, model in models.items() if not any(model is one for one in known))
+        for name in replaced:
+            log.warning("the pipeline has another %s since apply, which is dense: apply again", name)
+        return replaced
 
     def __enter__(self) -> "Handle":
         return self

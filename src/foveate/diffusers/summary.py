@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # importing foveate does not import diffusers
 __all__ = ["LayerReport", "Summary", "report"]
 
 WIDTH = 80
+ANOTHER = "the pipeline has another {} now, which is dense: apply again"
 
 
 class LayerReport(NamedTuple):
@@ -116,7 +117,7 @@ class Summary(NamedTuple):
         models: Reports of the layers of each denoiser.
         outcomes: Number of forward passes of each denoiser since `apply` by the reason why they were dense; "" counts
             those with a method at work.
-        replaced: Denoisers that were replaced in the pipeline since `apply`; they run dense.
+        replaced: Denoisers that the pipeline got since `apply`, in the place of others or not; they run dense.
         skipped: Number of forward passes of each denoiser that a step cache skipped since `apply`.
         settings: What was at work in each denoiser since `apply`, by title; several with a schedule. Each has its
             number of forward passes, and the mean fraction of pairs that a layer skips.
@@ -157,6 +158,7 @@ class Summary(NamedTuple):
             texts += _table(rows, min(36, max(len(names) for names, _ in groups))) if rows else []
             whys = [f"dense: {name}: {group[0].why}" for name, group in groups if group[0].why]
             texts += [fill(why, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for why in whys]
+        texts += [f"{name}: {ANOTHER.format(name)}" for name in sorted(self.replaced - self.models.keys())]
         return "\n".join(texts) or "no method is applied"
 
     def _repr_html_(self) -> str:
@@ -170,6 +172,9 @@ class Summary(NamedTuple):
             cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
             parts.append(f"<p><b>{escape(self._title(name))}</b></p><table>{''.join(f'<tr>{c}</tr>' for c in cells)}")
             parts.append("</table>")
+        parts += [
+            f"<p><b>{name}: {ANOTHER.format(name)}</b></p>" for name in sorted(self.replaced - self.models.keys())
+        ]
         return "".join(parts) or "no method is applied"
 
     def _title(self, name: str) -> str:
@@ -184,7 +189,7 @@ class Summary(NamedTuple):
         texts += [f"{skipped} skipped by the step cache"] if skipped else []
         texts += [f"{count} dense: {why}" for why, count in outcomes.items() if why]
         if name in self.replaced:
-            texts.append(f"the pipeline has another {name} now, which is dense: apply again")
+            texts.append(ANOTHER.format(name))
         return "; ".join(texts)
 
 
