@@ -102,6 +102,8 @@ sdxl() { # [7]
   profile sdxl 64,128 "${methods[@]}"
 }
 
+minimax_h3() { step minimax-h3 1280x736 --frames 124 --rounds 1 --num-layers 20; } # [8, estimated]
+
 compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as CUDA graphs]
   local model how
   for model in flux-dev sdxl; do
@@ -261,8 +263,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl compiled parallel divided replicas built_in quality
-  recommended joint over_steps merging sparse distilled
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel divided replicas
+  built_in quality recommended joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )
