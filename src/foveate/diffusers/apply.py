@@ -12,6 +12,7 @@ from foveate.diffusers.card import card_of
 from foveate.diffusers.preset import Preset
 from foveate.diffusers.summary import Summary
 from foveate.methods import ComposedMethod, Method
+from foveate.utils.requirements import check_version
 
 if TYPE_CHECKING:  # importing foveate does not import diffusers
     from foveate.diffusers.adapter import ModelAdapter
@@ -128,7 +129,9 @@ def apply(target: Any, *methods: Method | ComposedMethod | Preset) -> Handle:
         ValueError: If no method is given, the target has no denoiser, its model class has no card, methods are
             already applied, an option does not fit the model, the preset is for another model, or it brings a step
             cache and the model has one already.
+        ImportError: If diffusers is installed in a version that Foveate does not know.
     """
+    check_version("diffusers")
     if not methods:
         raise ValueError("nothing to apply: name a method, for example foveate.apply(pipe, foveate.HilbertA())")
     for method in methods:

@@ -8,12 +8,16 @@ which of its rows to recompute for a prompt (context.py). A `RowCache` runs thes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from foveate.utils.requirements import check_version
+
 if TYPE_CHECKING:
     from foveate.transformers.chunk import ChunkCache
     from foveate.transformers.context import Context, Patched, answers
     from foveate.transformers.encoder import ChunkEncoder
 
 __all__ = ["ChunkCache", "ChunkEncoder", "Context", "Patched", "answers"]
+
+check_version("transformers")
 
 MODULES = {"ChunkCache": "chunk", "ChunkEncoder": "encoder"} | dict.fromkeys(
     ("Context", "Patched", "answers"), "context"
