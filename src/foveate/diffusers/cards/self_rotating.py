@@ -83,7 +83,10 @@ class GlmImageCard(Card):
 
 
 class Kandinsky5Card(Card):
-    """`Kandinsky5Transformer3DModel`, for images and videos: video tokens alone; text by cross-attention."""
+    """`Kandinsky5Transformer3DModel`, for images and videos: video tokens alone; text by cross-attention.
+
+    The model rounds rotated queries and keys to bfloat16, Foveate to its dtype.
+    """
 
     start_percent = 0.4
     blocks = "visual_transformer_blocks"
