@@ -76,7 +76,7 @@ class LayerPlan:
         rope: (cos, sin), [tokens, head_dim] or [batch, tokens, head_dim], to rotate queries and keys by; None if the
             processor has done so. Rows for the text may be left out: it is not rotated.
         halves: Whether `rope` pairs channels of two halves: see `permute_tokens`.
-        text_first: Whether the text comes before the image.
+        text_first: Whether the rows for text that `rope` may leave out are the first ones, not the last.
         intercepted: Whether it attended densely because something intercepts torch's attention.
         called: Whether torch's attention was called in a processor that uses it, for the plan or not.
         watch: Called once with attention as a function of the values, and the values; see `attention_map`.

@@ -207,7 +207,7 @@ class Decision(NamedTuple):
             references=layout.count("reference"),
             keys=keys_alone(layout, self.device) if layout.keys else None,
             halves=card.rotates_halves,
-            text_first=layout.segments[0].kind != "image",
+            text_first=layout.segments[-1].kind == "image",
         )
 
 
