@@ -76,7 +76,7 @@ def write_pages(out: Path, device: str = "auto", track: Track = silent) -> Path:
     distilled = load_lora(pipe, find(LORAS["built-in"]) / "pytorch_lora_weights.safetensors")
     if distilled is None:
         raise ValueError("the built-in LoRA is damaged: install foveate-models again")
-    intro = _intro(IMAGE_SPEEDS, IMAGES, f"video/{PAGE}", "The same for a video", ("1024 px", "2048 px"))
+    intro = _intro(IMAGE_SPEEDS, IMAGES, f"video/{PAGE}", "The same for a video", ("run at 1024 px", "run at 2048 px"))
     _page(pipe, "", IMAGE_PROMPT, recommended(distilled), out, intro, track, judge_prompt(IMAGE_PROMPT))
     name = "built-in-video"
     intro = _intro(VIDEO_SPEEDS, VIDEOS, f"../{PAGE}", "The same for images", ("a video", ""))
