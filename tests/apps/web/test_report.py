@@ -88,6 +88,12 @@ def test_bars_have_room_beside_long_labels():
     assert all(figure.bbox.contains(*corner) for text in texts for corner in text.get_window_extent().corners())
 
 
+def test_a_long_prompt_is_cut_in_the_heading_and_whole_among_the_settings():
+    prompt = "a red apple " * 900
+    page = Page(comparison_page(comparison(variant("dense"))._replace(prompt=prompt, settings={"prompt": prompt})))
+    assert page.text.count("a red apple") < 930
+
+
 def test_page_tells_everything_it_was_given():
     variants = variant("Dense one"), sparse("HilbertA, 4 tiles"), variant("HilbertA, auto", why_dense="too few tokens")
     about = {"settings": {"steps": "20"}, "versions": {"torch": "2.13"}, "notice": "random weights"}
