@@ -12,7 +12,7 @@ from foveate import InfoFlowKV
 from foveate.kernels.rows.row_attention import BACKENDS
 from foveate.methods.baselines.kv_baselines import CacheBlend
 from foveate.ops import dispatch
-from foveate.ops.row_attention import portable
+from foveate.ops.row_attention import portable, row_attention_lse
 from foveate.transformers import ChunkEncoder, answers
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def run(name, q, k, v, rows, scale, *limits):
     supports, kernel = BACKENDS[name]
     if not supports(CUDA, q.dtype, q.shape[3]):
         pytest.skip(f"{name} does not support head_dim {q.shape[3]} on this GPU")
-    return kernel(q, k, v, rows, scale, *limits)
+    return kernel(q, k, v, rows, scale, *limits)[0]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -80,7 +80,7 @@ def test_samples_may_differ_in_rows_windows_and_sinks(name, tokens, chosen):
     sinks = torch.randn(32, device=CUDA)
     for window, logits in ((None, None), (None, sinks), (1, None), (128, sinks), (2 * tokens, None)):
         got = run(name, q, k, v, rows, 0.125, window, logits)
-        want = portable(*(x.float() for x in (q, k, v)), rows, 0.125, window, logits)
+        want, _ = portable(*(x.float() for x in (q, k, v)), rows, 0.125, window, logits)
         assert (got - want).norm() < 1e-2 * want.norm()
 
 
@@ -106,14 +106,33 @@ def test_15_percent_of_32768_rows_equal_the_portable_path(name):
     got = run(name, q, k, v, rows, 128**-0.5)
     for head in (0, 31):
         one = slice(head, head + 1), slice(head // 4, head // 4 + 1)
-        want = portable(q[:, one[0]].float(), k[:, one[1]].float(), v[:, one[1]].float(), rows, 128**-0.5)
+        want, _ = portable(q[:, one[0]].float(), k[:, one[1]].float(), v[:, one[1]].float(), rows, 128**-0.5)
         assert (got[:, one[0]] - want).norm() < 1e-2 * want.norm()
     assert torch.equal(got, run(name, q, k, v, rows, 128**-0.5))
 
 
-def test_the_op_passes_opcheck():
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("tokens", "chosen"), [(9000, 64), (2049, 301), (4097, 1500)])
+def test_outputs_and_lse_over_parts_of_the_keys_merge_to_those_over_all(dim, tokens, chosen):
+    rows = some(tokens, chosen)
+    q, k, v = qkv(tokens, chosen, 32, 8, dim, torch.bfloat16)
+    parts = [slice(0, tokens // 3), slice(tokens // 3, None)]
+    seen = [(rows - part.start).clamp(max=k[:, :, part].shape[2] - 1) for part in parts]
+    outs, lses = zip(*(
+        row_attention_lse(q, k[:, :, part], v[:, :, part], at.clamp(min=0), dim**-0.5)
+        for part, at in zip(parts, seen, strict=True)
+    ), strict=True)  # fmt: skip
+    lse = torch.stack([lse.masked_fill(at < 0, -torch.inf) for lse, at in zip(lses, seen, strict=True)])
+    merged = (torch.stack(outs) * lse.softmax(0)[..., None]).sum(0)
+    assert error(merged, q, k, v, rows, dim**-0.5) < 1e-2
+
+
+@pytest.mark.parametrize("with_lse", [(False, True), (True, False)])
+def test_the_op_passes_opcheck(with_lse):
     q, k, v = qkv(500, 130, 4, 2, 64, torch.bfloat16)
-    torch.library.opcheck(torch.ops.foveate.row_attention.default, (q, k, v, some(500, 130), 0.125, None, None, True))
+    torch.library.opcheck(
+        torch.ops.foveate.row_attention.default, (q, k, v, some(500, 130), 0.125, None, None, *with_lse)
+    )
 
 
 @pytest.mark.parametrize("backend", ["portable", *BACKENDS])
