@@ -79,6 +79,7 @@ def check_use():
     assert len(set(texts)) == 1, "all processes sample the same tokens"
     with pytest.raises(ValueError, match="one context and one answer at a time, not 2"):
         ours.compose(chunks).answers(InfoFlowKV(), PROMPTS[:1], num_beams=2)
+    assert [chunk.holder for chunk in chunks] == [0, 1, 1, 0], "each has early and late chunks"
     elsewhere = next(chunk for chunk in chunks if chunk.holder != dist.get_rank())
     for use in (elsewhere.to_bytes, lambda: ChunkEncoder(model, tokenizer()).compose([elsewhere])):
         with pytest.raises(ValueError, match=f"process {elsewhere.holder} keeps this chunk"):
