@@ -11,7 +11,7 @@ decoding. The divergence is that of the method's next-token distributions from t
 that of the answer, both in nats and averaged over the tokens of the answer. All methods recompute the same number of
 rows, none of them in the first chunk. Differences between methods are over the same questions; all intervals are from
 a bootstrap over texts. Measurements are appended to --out: an interrupted run is continued, and the table is of all
-texts there that every method of a budget has read, without variants of InfoFlow KV or, for these, with them.
+texts there that every method of a budget has read; a variant of InfoFlow KV is over those that it has read too.
 """
 
 import json
@@ -188,13 +188,14 @@ def summarise(lines: list[Line]) -> list[dict[str, Any]]:
     for budget in budgets:
         every = ["full", "none", *(method for method in methods if method.endswith(f" {budget}"))]
         main = [name for name in every if name.removesuffix(f" {budget}") not in VARIANTS]
-        for names in (main, every):  # variants may have read fewer texts
+        variants = [[*main, name] for name in every if name not in main]
+        for names in (main, *variants):  # a variant may have read fewer texts
             texts = [
                 text for text in sorted({text for text, _ in found}) if all((text, name) in found for name in names)
             ]
             for kind in ("all", *KINDS) if texts else ():
                 cells = {name: [_of_kind(found[text, name], kind) for text in texts] for name in names}
-                shown = names if names == main else [name for name in names if name not in main]
+                shown = names if names == main else names[-1:]
                 if count := sum(len(cell) for cell in cells["full"]):
                     about = {"budget": budget, "kind": kind, "texts": len(texts), "questions": count}
                     rows += [_row(name, cells, about) for name in shown]

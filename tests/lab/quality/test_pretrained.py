@@ -123,18 +123,21 @@ def test_an_interrupted_run_continues_with_what_is_missing(monkeypatch, tmp_path
 
 def test_summaries_compare_methods_over_the_same_questions():
     draw = np.random.default_rng(0)
+    of_a_budget = "InfoFlow KV 0.1", "EPIC 0.1", "reorder 0.1", "hl-tp 0.1", "EPIC 0.3", "InfoFlow KV 0.3"
+    methods = "full", "none", *of_a_budget
     lines = [
         {"text": text, "method": method, "kinds": ["a fact", "single fact"]}
         | {key: draw.normal(size=2).tolist() for key in MEASURES}
         for text in range(6)
-        for method in ("full", "none", "InfoFlow KV 0.1", "EPIC 0.1", "EPIC 0.3", "InfoFlow KV 0.3")
-        if (text, method) != (5, "EPIC 0.1")
+        for method in methods
+        if (text, method) not in [(5, "EPIC 0.1"), (0, "reorder 0.1"), *((n, "hl-tp 0.1") for n in range(1, 6))]
     ]
     rows = {(row["method"], row["budget"], row["kind"]): row for row in summarise(lines)}
     assert {kind for _, _, kind in rows} == {"all", "single fact"}
     row = rows["EPIC", "0.1", "single fact"]
     assert (row["texts"], row["questions"]) == (5, 5)
     assert (rows["full", "0.3", "all"]["texts"], rows["full", "0.3", "all"]["questions"]) == (6, 12)
+    assert [rows[variant, "0.1", "all"]["texts"] for variant in ("reorder", "hl-tp")] == [4, 1]
     of = {(line["text"], line["method"]): line["nll"][1] for line in lines}
     differences = [of[text, "EPIC 0.1"] - of[text, "InfoFlow KV 0.1"] for text in range(5)]
     mean, low, high = row["nll minus InfoFlow KV"]
