@@ -415,7 +415,7 @@ class Card:
         return rope
 
     def unrotated(self, rope: Any) -> Any:
-        """What the model is given in place of `rope` where Foveate rotates queries and keys: nothing.
+        """Replacement for `rope`, so that the processor does not rotate queries and keys again: None by default.
 
         Processors that cannot do without get one that rotates by zero.
         """

@@ -90,7 +90,7 @@ class Context:
                 yield chunk, start if number else 0, stop
 
     def whole(self, states: Tensor, dim: int) -> Tensor:
-        """States of all rows, from those that this process keeps."""
+        """Keys, values or scores of all rows, collected from the processes that keep them."""
         division = self.lm.division
         return states if division is None else division.whole(states, self.rows, len(self), dim)
 

@@ -25,7 +25,7 @@ __all__ = ["DividedRowCache", "Division"]
 
 
 class Division:
-    """Processes that divide chunks, and the tokens of each forward pass.
+    """Processes that share a context: each keeps some chunks, and computes a part of the tokens of each forward pass.
 
     Attributes:
         group: Process group.
@@ -62,7 +62,7 @@ class Division:
         return out.movedim(0, dim)
 
     def whole(self, x: Tensor, rows: Int[Tensor, "held"], length: int, dim: int = -1) -> Tensor:
-        """A tensor of all rows, of which each process has those that it keeps."""
+        """A tensor over all rows, collected from the rows that each process keeps."""
         shape = list(x.shape)
         shape[dim] = length
         out = x.new_zeros(shape).index_copy_(dim, rows.to(x.device), x)
@@ -147,7 +147,10 @@ class DividedRowCache(RowCache):
         self._number()
 
     def _number(self) -> None:
-        """Number the rows that this process keeps. One more takes what it does not keep, and is never attended to."""
+        """Number the rows that this process keeps.
+
+        New keys and values in rows of other processes go to one extra row, to which nothing attends.
+        """
         kept = torch.zeros(self._capacity, dtype=torch.bool, device=self.keys.device)
         kept[self._held] = True
         kept[self._context :] = self._division.rank == self._division.size - 1

@@ -67,11 +67,11 @@ class ChunkEncoder(LanguageModel):
         return [self.share(i, chunk, read.ids) for i, (chunk, read) in enumerate(zip(chunks, documents, strict=True))]
 
     def keeps(self, number: int) -> bool:
-        """Whether this process keeps the chunk with this number among those that are divided."""
+        """Whether this process keeps the keys and values of the chunk at this place in a list of chunks."""
         return self.division is None or self.division.holder(number) == self.division.rank
 
     def share(self, number: int, chunk: ChunkCache | None, ids: Int[Tensor, "tokens"]) -> ChunkCache:
-        """A chunk of those that are divided; `chunk` is None if another process keeps it."""
+        """The chunk at this place, marked with the process that keeps it; `chunk` is None if another process does."""
         chunk = chunk or ChunkCache(ids.to(self.device), {}, dict(self.fingerprint))
         return chunk if self.division is None else replace(chunk, holder=self.division.holder(number))
 

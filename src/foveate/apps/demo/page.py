@@ -33,7 +33,7 @@ IMAGE_SPEEDS = (
         "1.38x", H200, "209b8e8", TILES,
     ),
 )  # fmt: skip
-"""Rows of the table of the README: objects found by the built-in model, and the gain of a run of FLUX.1-dev's size."""
+"""Rows of the README's table: objects in images of the built-in model, and speed-up of a run of FLUX.1-dev's size."""
 VIDEO_SPEEDS = (
     Measured("dense", "dense", "100.0 %", "89 ms", "", H100, "4c2f45b"),
     Measured("LLSA, top_k=16, first two fifths dense", "LLSA", "99.7 %", "79 ms", "", H100, "4c2f45b", SELECTS),

@@ -61,7 +61,7 @@ class NucleusCard(Card):
         return cos_and_sin(rope[0][None])
 
     def unrotated(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """That of the text, whose keys the processor rotates."""
+        """The embedding of the text alone: the processor still rotates the keys of the text."""
         image, words = rope
         return torch.ones_like(image[:1]), words
 

@@ -31,7 +31,7 @@ class JoyImageEditCard(Card):
         return TokenLayout((*pictures, text(inputs["encoder_hidden_states"].shape[1])))
 
     def rotation(self, rope: Any) -> tuple[Tensor, Tensor]:
-        """From (cos, sin) of the images and of the text, or None if the text is not rotated."""
+        """Joins the embedding of the images with that of the text, which is None if the text is not rotated."""
         cos, sin = zip(*filter(None, rope), strict=True)
         return torch.cat(cos), torch.cat(sin)
 
