@@ -97,7 +97,7 @@ def test_the_table_of_1024_px_equals_the_dense_mask():
 
 
 @pytest.mark.parametrize("kernels", ["triton", "flash", "hopper"])
-def test_block_attention_can_be_captured_in_a_cuda_graph_and_compiled(monkeypatch, kernels):
+def test_block_attention_can_be_captured_in_a_cuda_graph_and_compiled(monkeypatch, kernels, as_a_user):
     only(monkeypatch, "block_attention", kernels, torch.bfloat16, 128)
     table = HilbertA(tiles=4).plan(((32, 32),), 77).tables[1]
     q, k, v = (x.detach() for x in qkv(32 * 32 + 77, 128))

@@ -132,15 +132,11 @@ def row_model(model: Any) -> Any:
     return copy
 
 
-@dataclass
 class _Output(MoeModelOutputWithPast):
     """What any causal model reads of its decoder's output: dense models and models without images read less."""
 
-    rope_deltas: None = None
-    image_hidden_states: None = None  # before transformers 5.24
-    video_hidden_states: None = None
-    image_outputs: None = None
-    video_outputs: None = None
+    rope_deltas = image_outputs = video_outputs = None
+    image_hidden_states = video_hidden_states = None  # before transformers 5.24
 
 
 def _forward(forward: Any, input_ids: Tensor, row_pass: RowPass | None = None, **options: Any) -> Any:

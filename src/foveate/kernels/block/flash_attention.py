@@ -98,7 +98,9 @@ def _make_lists(table: BlockTable, block: tuple[int, int], device: torch.device)
     width = {"block_size": block}
     ahead = BlockSparseTensorsTorch(*_packed(partial, device), *_packed(full, device), **width)
     back = BlockSparseTensorsTorch(*_packed(partial.T, device), *_packed(full.T, device), **width)
-    orders = [order.contiguous() for order in compute_dq_write_order(*ahead[:4], *back[:4])]
+    orders = compute_dq_write_order(*ahead[:4], *back[:4])
+    # a single block too needs a last stride of 1, which contiguous() leaves as it is
+    orders = [order.clone(memory_format=torch.contiguous_format) for order in orders]
     back = back._replace(dq_write_order=orders[0], dq_write_order_full=orders[1], spt=False)
     if not partial.any():
         return _Lists(ahead, back, {})
