@@ -113,10 +113,10 @@ compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as C
   done
 }
 
-# on 2, 4 and 8 GPUs, as far as there are so many
+# on 2, 4 and 8 GPUs, or on as many as `counts` says, as far as there are so many
 on_each() {
   local gpus
-  for gpus in 2 4 8; do
+  for gpus in ${counts:-2 4 8}; do
     (($(nvidia-smi --list-gpus | wc -l) < gpus)) ||
       timed torchrun --standalone --nproc-per-node $gpus -m "$1" lab/results "${@:2}" "${commit[@]}"
   done
@@ -127,6 +127,12 @@ parallel() { # [12 on two GPUs, estimated]
   on_each lab.bench.parallel --model flux-dev --grid 128x128
   on_each lab.bench.parallel --model wan-14b --grid 21x45x80 --rounds 2
   on_each lab.bench.parallel --model minimax-h3 --grid 37x23x40 --layers 20 --rounds 2
+}
+
+# [4 on four GPUs, estimated: FLUX.1-dev distilled with sharded weights, and a pixel model of 262,144 tokens]
+parallel_training() {
+  counts="1 2 4 8" on_each lab.bench.parallel_training --model flux-dev --pixels 1024
+  counts="1 2 4 8" on_each lab.bench.parallel_training --model DiT-S --pixels 512 --compile
 }
 
 replicas() { # [5 on two GPUs, estimated; with Ray installed]
@@ -263,7 +269,8 @@ recomputed() { # [5]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel divided replicas
+  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel
+  parallel_training divided replicas
   built_in quality recommended joint over_steps merging sparse distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed

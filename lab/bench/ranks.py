@@ -1,7 +1,8 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportOptionalIterable=false
 """Shared code of the benchmarks that torchrun starts on several GPUs: times, memory and results of all processes."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from foveate.utils.device import versions
 from foveate.utils.timing import now, peak_memory
 
-__all__ = ["difference", "exchange_share", "join", "most_memory", "save", "slowest"]
+__all__ = ["difference", "exchange_share", "exchange_shares", "join", "length", "most_memory", "save", "slowest"]
+
+Interval = tuple[float, float]
 
 
 def join() -> torch.device:
@@ -40,22 +43,44 @@ def slowest(call: Callable[[], object], rounds: int, device: torch.device) -> fl
     return median(taken[2:])
 
 
-def most_memory(call: Callable[[], object], device: torch.device) -> int:
-    """Peak memory in bytes beyond what is in use before the call, of the process with the most; 0 without a GPU."""
-    return int(_largest(float(peak_memory(call, device) or 0)))
+def most_memory(call: Callable[[], object], device: torch.device, *, beyond: bool = True) -> int:
+    """Peak memory in bytes of the process with the most, by default beyond what is in use before; 0 without a GPU."""
+    return int(_largest(float(peak_memory(call, device, beyond=beyond) or 0)))
 
 
 def exchange_share(call: Callable[[], object], device: torch.device) -> float:
     """Share of a call's time in which this GPU exchanges data or waits for others; 0 without a GPU."""
+    return exchange_shares(call, device)["exchange_share"]
+
+
+def exchange_shares(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """The same, and the share in which this GPU does nothing else; where exchanges overlap with computation, less."""
     if device.type != "cuda":
-        return 0.0
+        return {"exchange_share": 0.0, "exposed_exchange_share": 0.0}
     dist.barrier()
     began = now(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         seconds = now(device) - began
-    exchanges = (event for event in profiled.key_averages() if "nccl" in event.key.lower())
-    return sum(event.self_device_time_total for event in exchanges) / 1e6 / seconds
+    exchanges, others = list[Interval](), list[Interval]()
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            work = exchanges if "nccl" in event.name.lower() else others
+            work.append((event.time_range.start, event.time_range.end))
+    covered = length(exchanges + others)
+    return {
+        "exchange_share": length(exchanges) / 1e6 / seconds,
+        "exposed_exchange_share": (covered - length(others)) / 1e6 / seconds,
+    }
+
+
+def length(intervals: list[Interval]) -> float:
+    """Length of the union of intervals."""
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -34,7 +34,7 @@ from foveate.apps.console import (
 from foveate.nn.pixel_dit import MODELS, PixelDiT
 from foveate.ops import dispatch
 from foveate.ops.hierarchical_pooling import automatic_levels
-from foveate.training.pictures import NoisyPicture, NoisyPictures
+from foveate.training.pictures import NoisyPicture, NoisyPictures, seeded
 from foveate.training.pixel import MIXED, PixelRecipe, prepare, velocity_loss
 from foveate.training.run import train_step
 from foveate.training.trained import Trained
@@ -43,7 +43,7 @@ from foveate.utils.progress import Track, silent
 from foveate.utils.timing import now, peak_memory, time_calls
 from lab.bench.common import check_errors, check_time, note_failure
 
-__all__ = ["VARIANTS", "Settings", "Variant", "bench_train", "main", "table_of"]
+__all__ = ["VARIANTS", "RandomPictures", "Settings", "Variant", "bench_train", "main", "random_dit", "table_of"]
 
 CHECKED = 32  # tokens along each side of the images in the check
 ALL_BLOCKS = CHECKED**2 // 16
@@ -195,25 +195,31 @@ def _measured(variant: Variant, side: int, predicted: float, settings: Settings)
 
 
 class RandomPictures:
-    """Images of independent random pixels."""
+    """Images of independent random pixels, the same in every process."""
 
     count, captioned, checksum = None, False, "random"
 
     def picture(self, index: int, size: tuple[int, int]) -> tuple[Tensor, str]:
         """Pixels from -1 to 1, and no caption."""
-        return 2 * torch.rand(3, *size) - 1, ""
+        return 2 * torch.rand(3, *size, generator=seeded("pixels", 0, index)) - 1, ""
+
+
+def random_dit(size: str, **options: Any) -> PixelDiT:
+    """A model of this size with the same random weights in every process."""
+    torch.manual_seed(0)
+    model = PixelDiT(**MODELS[size], **options)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()  # zero weights would block all gradients
+    return model
 
 
 def _prepared(
     variant: Variant, settings: Settings, compile: bool, **changes: Any
 ) -> tuple[Accelerator, nn.Module, Trained]:
     """A model with random weights, prepared for training."""
-    torch.manual_seed(0)
     options = {"attention": variant.attention, "levels": variant.levels, "enrich": variant.enrich, **changes}
-    model = PixelDiT(**MODELS[settings.dit], patch_size=settings.patch, **options)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()  # zero weights would block all gradients
+    model = random_dit(settings.dit, patch_size=settings.patch, **options)
     accelerator = Accelerator(cpu=settings.device.type == "cpu", mixed_precision=MIXED[settings.dtype])
     return accelerator, *prepare(
         model, PixelRecipe(dtype=settings.dtype), accelerator, settings.checkpointing, compile

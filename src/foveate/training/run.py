@@ -215,7 +215,7 @@ class Run(ABC):
             advance()
         saved = began = time.monotonic()
         until = began + 60 * options.minutes if until is None else until
-        for loss in self._steps(steps):
+        for loss in self.losses(steps):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {self.step} is {loss}: start again with a lower learning rate")
             now = time.monotonic()
@@ -233,8 +233,8 @@ class Run(ABC):
                 break
         return self.step >= steps
 
-    def _steps(self, steps: int) -> Iterator[float]:
-        """The losses of the remaining steps."""
+    def losses(self, steps: int) -> Iterator[float]:
+        """Train up to a number of steps, without files; yields the loss of each, equal on all devices."""
         gpu = self.accelerator.device.type == "cuda"
         for data, samples, micro_batch, accumulation, collate in self.phases(steps):
             loader = DataLoader(
