@@ -129,10 +129,11 @@ parallel() { # [12 on two GPUs, estimated]
   on_each lab.bench.parallel --model minimax-h3 --grid 37x23x40 --layers 20 --rounds 2
 }
 
-# [4 on four GPUs, estimated: FLUX.1-dev distilled with sharded weights, and a pixel model of 262,144 tokens]
+# [6 on four GPUs, 4 with counts="1 4", estimated: FLUX.1-dev distilled with sharded weights, and a pixel model of 262,144 tokens]
 parallel_training() {
-  counts="1 2 4 8" on_each lab.bench.parallel_training --model flux-dev --pixels 1024
-  counts="1 2 4 8" on_each lab.bench.parallel_training --model DiT-S --pixels 512 --compile
+  local counts=${counts:-1 2 4 8} # one first: the others are compared with it
+  on_each lab.bench.parallel_training --model flux-dev --pixels 1024
+  on_each lab.bench.parallel_training --model DiT-S --pixels 512 --compile
 }
 
 replicas() { # [5 on two GPUs, estimated; with Ray installed]

@@ -48,14 +48,16 @@ class RandomPairs(NoisyPairs):
     Args:
         latents: Shape of the latents of a sample.
         text: Shapes of its text embeddings, by name.
+        dtype: Dtype of the text embeddings.
     """
 
-    def __init__(self, latents: tuple[int, ...], text: dict[str, tuple[int, ...]]):
-        self.count, self.seed, self.checksum, self.latents, self.text = None, 0, "random", latents, text
+    def __init__(self, latents: tuple[int, ...], text: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        self.count, self.seed, self.checksum = None, 0, "random"
+        self.latents, self.text, self.dtype = latents, text, dtype
 
     def __getitem__(self, number: int) -> NoisyLatents:
         random = seeded("sample", self.seed, number)
-        text = {name: torch.randn(shape, generator=random) for name, shape in self.text.items()}
+        text = {name: torch.randn(shape, generator=random).to(self.dtype) for name, shape in self.text.items()}
         return NoisyLatents(torch.randn(self.latents, generator=random), torch.rand((), generator=random), text)
 
 
@@ -72,7 +74,7 @@ def distillation(options: Any, device: torch.device, dtype: torch.dtype, out: Pa
     pipe.transformer.enable_gradient_checkpointing()
     text = {"prompt_embeds": (model.text, config.joint_attention_dim),
             "pooled_prompt_embeds": (config.pooled_projection_dim,)}  # fmt: skip
-    pairs = RandomPairs((prod(student.family.grid), config.in_channels), text)
+    pairs = RandomPairs((prod(student.family.grid), config.in_channels), text, dtype)
     return Distillation(out, pipe, student, pairs, accelerator, request, RunOptions(at_once=options.at_once))
 
 
