@@ -64,7 +64,7 @@ def exchange_shares(call: Callable[[], object], device: torch.device) -> dict[st
         seconds = now(device) - began
     exchanges, others = list[Interval](), list[Interval]()
     for event in profiled.events():
-        if event.device_type.name == "CUDA":
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
             work = exchanges if "nccl" in event.name.lower() else others
             work.append((event.time_range.start, event.time_range.end))
     covered = length(exchanges + others)
