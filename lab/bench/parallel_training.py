@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +31,7 @@ from foveate.training.pixel import PixelRecipe, PixelTraining, Stage
 from foveate.training.run import Run, RunOptions, make_accelerator
 from foveate.training.student import Recipe, Student
 from foveate.utils.device import choose_dtype, dtype_name
-from foveate.utils.processes import join
+from foveate.utils.processes import join, leave
 from lab.bench.ranks import exchange_shares, most_memory, save, slowest
 from lab.bench.train import RandomPictures, random_dit
 
@@ -124,7 +123,7 @@ def main() -> None:
     if gpus > 1:
         row |= compared(row, about, options.out / file.format(1))
     save(options.out / file.format(gpus), about, [row], options.commit)
-    dist.destroy_process_group()
+    leave()
 
 
 def compared(row: dict[str, Any], about: dict[str, Any], file: Path) -> dict[str, float]:
