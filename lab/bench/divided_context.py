@@ -1,4 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportOptionalMemberAccess=false
 """Time to the first token after a long context that several GPUs divide, checked and timed against one GPU.
 
 torchrun --nproc-per-node 2 -m lab.bench.divided_context lab/results --tokens 8192,32768,65536
@@ -24,7 +25,8 @@ from foveate.methods.baselines.kv_baselines import FullPrefill
 from foveate.methods.recompute_policy import RecomputePolicy
 from foveate.transformers import ChunkEncoder
 from foveate.transformers.context import patch_batch
-from lab.bench.ranks import difference, join, most_memory, save, slowest
+from foveate.utils.processes import join, leave
+from lab.bench.ranks import difference, most_memory, save, slowest
 
 
 def ring_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -78,7 +80,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", help="commit of this code, where git cannot tell it")
-    options, device = parser.parse_args(), join()
+    options, device = parser.parse_args(), join().device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     one = find_encoder(options.model, device, dtype)  # the same weights on every GPU
@@ -117,7 +119,7 @@ def main() -> None:
             file = f"divided-context-{options.model}-{gpus}-{device.type}.json"
             save(options.out / file, about, rows, options.commit)
         one.free()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportOptionalMemberAccess=false
 """One denoising step on several GPUs of one host under Ulysses context parallelism, checked and timed against one GPU.
 
 torchrun --nproc-per-node 2 -m lab.bench.parallel lab/results --model flux-dev --grid 128x128
@@ -19,7 +20,8 @@ from foveate.methods import LLSA, HilbertA, Method
 from foveate.pipelines.lora import using
 from foveate.pipelines.parallel import enable_parallelism
 from foveate.pipelines.request import denoiser
-from lab.bench.ranks import difference, exchange_share, join, most_memory, save, slowest
+from foveate.utils.processes import join, leave
+from lab.bench.ranks import difference, exchange_share, most_memory, save, slowest
 
 METHODS: tuple[Method | None, ...] = None, HilbertA(tiles=16), LLSA(top_k=16)
 
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="do not compile the repeated blocks")
     parser.add_argument("--commit", help="commit of this code, where git cannot tell it")
-    options, device = parser.parse_args(), join()
+    options, device = parser.parse_args(), join().device
     torch.manual_seed(0)  # the same weights and inputs on every GPU
     model, gpus = MODELS[options.model], dist.get_world_size()
     part = {"layers": options.layers} if model.layers else {}
@@ -78,7 +80,7 @@ def main() -> None:
                      "difference": difference(got, want)})  # fmt: skip
         file = f"parallel-{options.model}-{gpus}-{kind}-{device.type}.json"
         save(options.out / file, about, rows, options.commit)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -16,20 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 from foveate.utils.device import versions
 from foveate.utils.timing import now, peak_memory
 
-__all__ = ["difference", "exchange_share", "exchange_shares", "join", "length", "most_memory", "save", "slowest"]
+__all__ = ["difference", "exchange_share", "exchange_shares", "length", "most_memory", "save", "slowest"]
 
 Interval = tuple[float, float]
-
-
-def join() -> torch.device:
-    """Join the process group, and return the device of this process."""
-    rank = int(os.environ["LOCAL_RANK"])
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return torch.device("cuda", rank)
 
 
 def slowest(call: Callable[[], object], rounds: int, device: torch.device) -> float:
