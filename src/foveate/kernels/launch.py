@@ -428,15 +428,15 @@ def shared_memory(device: torch.device) -> int:
     return 2**20 if device.type != "cuda" else _properties(device).shared_memory_per_block_optin
 
 
-@torch.compiler.assume_constant_result
-@cache
+@torch.compiler.assume_constant_result  # of a function without a cache: Dynamo would trace through it, and warn
 def compute_capability(index: int) -> int:
     """Compute capability of a GPU as one number: 80 for sm_80.
 
     Not a tuple, because Dynamo of PyTorch 2.11 cannot compare constant tuples.
     """
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = _capability(index)
     return 10 * major + minor
 
 
+_capability = cache(torch.cuda.get_device_capability)
 _properties = cache(torch.cuda.get_device_properties)

@@ -132,11 +132,9 @@ def row_model(model: Any) -> Any:
     return copy
 
 
-class _Output(MoeModelOutputWithPast):
-    """What any causal model reads of its decoder's output: dense models and models without images read less."""
-
-    rope_deltas = image_outputs = video_outputs = None
-    image_hidden_states = video_hidden_states = None  # before transformers 5.24
+_OTHERS = "rope_deltas", "image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states"  # by version
+_Output: Any = type("_Output", (MoeModelOutputWithPast,), dict.fromkeys(_OTHERS))
+"""What any causal model reads of its decoder's output: dense models and models without images read less."""
 
 
 def _forward(forward: Any, input_ids: Tensor, row_pass: RowPass | None = None, **options: Any) -> Any:
