@@ -80,7 +80,7 @@ flux_options() { # [4]
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
 }
 
-# [9, estimated: what README's table shows, on one card: exact (one tile), ToMA, LLSA, and tiles that slide diagonally and along the curve]
+# [9: what README's table shows, on one card: exact (one tile), ToMA, LLSA, and tiles that slide diagonally and along the curve]
 flux_untrained() {
   local methods=(--method hilberta:tiles=1 --method toma:keep=0.75 --method toma:keep=0.5 --method llsa:top_k=16) tiles how
   for tiles in 4 16; do
@@ -102,7 +102,7 @@ sdxl() { # [7]
   profile sdxl 64,128 "${methods[@]}"
 }
 
-minimax_h3() { step minimax-h3 1280x736 --frames 124 --rounds 1 --num-layers 20; } # [8, estimated]
+minimax_h3() { step minimax-h3 1280x736 --frames 124 --rounds 1 --num-layers 20; } # [4]
 
 compiled() { # [6, estimated: eager steps beside compiled blocks and blocks as CUDA graphs]
   local model how
@@ -129,7 +129,7 @@ parallel() { # [12 on two GPUs, estimated]
   on_each lab.bench.parallel --model minimax-h3 --grid 37x23x40 --layers 20 --rounds 2
 }
 
-# [6 on four GPUs, 4 with counts="1 4", estimated: FLUX.1-dev distilled with sharded weights, and a pixel model of 262,144 tokens]
+# [6 on two GPUs: FLUX.1-dev distilled with sharded weights, and a pixel model of 262,144 tokens]
 parallel_training() {
   local counts=${counts:-1 2 4 8} # one first: the others are compared with it
   on_each lab.bench.parallel_training --model flux-dev --pixels 1024
@@ -176,7 +176,7 @@ joint() { # [9: a step cache, methods and both at equal error; interrupted, it g
   timed python3 -m lab.bench.cached_run lab/results --method toma:keep=0.85 --cache-computed 0.4 --computed 0.4 "${commit[@]}"
 }
 
-over_steps() { # [4, estimated: schedules against one setting, and resolution over steps against ToMA; resumes]
+over_steps() { # [6: schedules against one setting, and resolution over steps against ToMA; resumes]
   timed python3 -m lab.quality.over_steps --size 512 --batch 8 --search 8 --prompts 24 --pictures out/over-steps "${commit[@]}"
   timed python3 -m lab.quality.over_steps --model built-in-video --size 96 --batch 8 --search 8 --prompts 16 \
     --pictures out/over-steps "${commit[@]}"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
-LINKS = {"NVLink": 450e9, "400 Gb/s network": 50e9}
-"""Bytes a second in each direction for one GPU: NVLink of an H200, and one 400 Gb/s adapter a GPU."""
+LINKS = {"NVLink": 150e9, "400 Gb/s network": 50e9}
+"""Bytes a second that one GPU sends: over NVLink as measured on two H200; over a 400 Gb/s adapter at best."""
 BYTES = 2  # bytes of a bfloat16
 
 

@@ -28,6 +28,7 @@ METHODS: tuple[Method | None, ...] = None, HilbertA(tiles=16), LLSA(top_k=16)
 
 def timed(pipe: Any, call: Any, method: Method | None, rounds: int) -> tuple[dict[str, float], torch.Tensor]:
     """Seconds, memory and share of exchanges of a step on this GPU or on all, and its output."""
+    torch._dynamo.reset()  # it compiles a block for eight settings at most
     model = denoiser(pipe)
     with using(pipe, method):
         step = partial(model, *call.args, **call.kwargs)
