@@ -21,7 +21,7 @@ fast:
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: test
-	TORCH="$(TORCH)" $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
 
 test-quantised: .venv/dev
 	$(BIN)/pip install -q -e ".[quantised]"

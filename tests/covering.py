@@ -31,12 +31,12 @@ KINDS = {
 KIND = {family: kind for kind, families in KINDS.items() for family in families}
 
 
-def at_grids_in_turn(families: Mapping[str, Any], cases: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """(name, grid, case) for all families and cases, each at one grid of the family. Grids take turns."""
+def at_grids_in_turn(families: Mapping[str, Any], *choices: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+    """(name, grid, case) for all families, with one case of each choice at one grid. Cases and grids take turns."""
     return [
-        (name, family.grids[(i + j) % len(family.grids)], case)
+        (name, family.grids[(i // len(cases) + j) % len(family.grids)], cases[i % len(cases)])
         for i, (name, family) in enumerate(families.items())
-        for j, case in enumerate(cases)
+        for j, cases in enumerate(choices)
     ]
 
 

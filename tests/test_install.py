@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import sysconfig
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-TORCH = os.environ.get("TORCH", "torch")
 APPLY = """
 import torch
 from diffusers import FluxTransformer2DModel
@@ -45,19 +47,36 @@ def pip(python, *arguments):
 def wheels(tmp_path_factory):
     """The two wheels of a clone."""
     folder = tmp_path_factory.mktemp("wheels")
-    for source in (ROOT, ROOT / "models"):
-        pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, source)
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, ROOT / "models")
     return {path.name.split("-")[0]: path for path in folder.glob("*.whl")}
+
+
+def add_needed(found, package, extras):
+    """Add to `found` the installed packages that a package with these extras needs, and what they need."""
+    for requirement in map(Requirement, package.requires or ()):
+        marker, key = requirement.marker, (requirement.name, *sorted(requirement.extras))
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            other = distribution(requirement.name)
+            assert other.version in requirement.specifier, requirement
+            if key not in found:
+                found[key] = other
+                add_needed(found, other, requirement.extras)
 
 
 @pytest.fixture(scope="module")
 def python(wheels, tmp_path_factory):
-    """The interpreter of a new environment with the library and its extra `diffusers`, and nothing else."""
+    """The interpreter of a new environment with the library and what its extra `diffusers` names, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    pip(python, "install", "--no-compile", TORCH, f"{wheels['foveate']}[diffusers]")
-    return python
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": folder}))
+    pip(sys.executable, "install", "--no-deps", "--no-compile", "--target", packages, wheels["foveate"])
+    library = Distribution.at(next(packages.glob("foveate-*.dist-info")))
+    add_needed(found := {}, library, ["diffusers"])
+    for other in found.values():  # links, since copies take a minute
+        for name in {path.parts[0] for path in other.files} - {"..", "__pycache__"}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(other.locate_file(name))
+    return folder / "bin" / "python"
 
 
 @pytest.mark.slow

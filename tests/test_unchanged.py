@@ -129,8 +129,7 @@ def video(*methods):
 FAST_PICTURES = {"guidance": with_guidance}
 SLOW_PICTURES = {
     f"{name}-{height}x{width}": partial(one, methods, (height, width))
-    for name, methods in METHODS.items()
-    for height, width in ((96, 160), (128, 128))
+    for (name, methods), (height, width) in zip(METHODS.items(), 5 * ((96, 160), (128, 128)), strict=True)
 } | {
     "pixel-llsa": partial(pixels, (32, 48), LLSA(top_k=2, levels=1, min_tokens=0)),
     "pixel": partial(pixels, (16, 24)),

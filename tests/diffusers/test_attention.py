@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from covering import at_grids_in_turn, in_turn
+from covering import KINDS, at_grids_in_turn, in_turn
 from diffusers.modular_pipelines.minimax_h3 import before_denoise as minimax_h3_steps
 from reference import attend, dense_mask, places, reference
 from tiny import FAMILIES, SPARSE, built, call
@@ -29,6 +29,8 @@ from foveate.ops.curves import grid_order
 pytestmark = pytest.mark.usefixtures("no_grad")
 LOSSLESS = ToMA(keep=0.999, weights="hard", skip=0, tile=(4, 4))  # merges, and loses nothing
 ALL_BLOCKS = LLSA(top_k=99, enrich=False, min_tokens=0)  # picks every block: the dense model
+ATTENTION = HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)
+RAGGED = (*tiny.MASKED, "zimage")  # take prompts of different length
 GRIDS = (16, 20), (16, 20), (10, 12)  # a picture and two references
 REFERENCES = {
     "flux": tiny.inputs,
@@ -85,7 +87,9 @@ def unchanged(model, x, *methods, text=None):
         [
             HilbertA(tiles=4, align=1),
             HilbertA(tiles=3, curve="moore", centre=0.0, period=2, slide="diagonal", dense_layers="1"),
-            ToDo(),
+        ],
+        [ToDo()],
+        [
             LLSA(top_k=2, min_tokens=0),
             LLSA(top_k=1, levels=2, curve="hilbert", reweight=False, min_tokens=0),
             LLSA(top_k=3, enrich=False, min_tokens=0),
@@ -117,7 +121,9 @@ def test_a_model_is_the_one_whose_attention_is_the_definition_of_the_method(name
 
 @pytest.mark.parametrize(
     ("name", "grid", "method"),
-    at_grids_in_turn(SPARSE, [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0), ToDo(factor=1), ALL_BLOCKS]),
+    at_grids_in_turn(
+        SPARSE, [HilbertA(tiles=1), HilbertA(tiles=4, align=1, centre=1.0)], [ALL_BLOCKS, ToDo(factor=1)]
+    ),
     ids=title,
 )
 def test_dense_settings_are_the_dense_model(name, grid, method):
@@ -128,7 +134,7 @@ def test_dense_settings_are_the_dense_model(name, grid, method):
     with foveate.apply(model, method) as run:
         torch.testing.assert_close(call(model, x), dense, rtol=tolerance, atol=tolerance)
         rows = run.summary().layers
-    parts_of_a_unet = name in ("sdxl", "sd15")  # some are too small
+    parts_of_a_unet = name in KINDS["U-Nets"]  # some are too small
     assert all((row.method != "dense" or parts_of_a_unet) and row.saved == 0 for row in rows)
     if method is ALL_BLOCKS:
         assert rows[0].method == f"LLSA K=99 enrich=False (all {-(-math.prod(grid) // 16)} blocks)"
@@ -178,10 +184,8 @@ def test_todo_reads_the_keys_of_every_other_row_and_column():
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
-        *in_turn(SPARSE, [(HilbertA(tiles=4, align=1),), (LLSA(top_k=2, min_tokens=0),)]),
-        *in_turn(
-            FAMILIES, [(ToMA(skip=0, tile=(4, 4)),), (HilbertA(tiles=2), ToMA(skip=0)), (ToMeSD(skip=0),)], each=2
-        ),
+        *in_turn(SPARSE, [(method,) for method in ATTENTION]),
+        *in_turn(FAMILIES, [(ToMA(skip=0, tile=(4, 4)),), (HilbertA(tiles=2), ToMA(skip=0)), (ToMeSD(skip=0),)]),
     ],
 )
 def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
@@ -196,9 +200,8 @@ def test_a_sample_does_not_depend_on_its_batch_mates(name, methods):
 @pytest.mark.parametrize(
     ("name", "method", "checkpointing"),
     [
-        (name, method, SPARSE[name].checkpoints and (i + j) % 2 == 0)
-        for i, name in enumerate(SPARSE)
-        for j, method in enumerate([HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
+        *((name, method, SPARSE[name].checkpoints) for name, method in in_turn(SPARSE, ATTENTION)),
+        *((next(iter(families)), method, False) for families in KINDS.values() for method in ATTENTION),
     ],
     ids=title,
 )
@@ -378,8 +381,7 @@ def test_the_padding_of_a_text_is_left_out(name, methods, missing):
     torch.testing.assert_close(call(model, shorter), want)
 
 
-@pytest.mark.parametrize("name", [*tiny.MASKED, "zimage"])
-@pytest.mark.parametrize("method", [HilbertA(tiles=1), HilbertA(tiles=4, align=1), LLSA(top_k=2, min_tokens=0)])
+@pytest.mark.parametrize(("name", "method"), in_turn(RAGGED, [HilbertA(tiles=1), *ATTENTION], each=2))
 def test_prompts_of_different_length_attend_by_the_definition(name, method):
     model, x = tiny.ragged(name, **heads_for(name, method))
     with nullcontext() if method == HilbertA(tiles=1) else reference(SPARSE[name], method):
@@ -391,12 +393,18 @@ def test_prompts_of_different_length_attend_by_the_definition(name, method):
     assert all(row.saved == 0 for row in rows) == (method == HilbertA(tiles=1))
 
 
-@every_family_of(
-    (HilbertA(tiles=4, align=1),),
-    (LLSA(top_k=2, min_tokens=0),),
-    (ToMA(skip=0, tile=(4, 4), granularity="module"),),
-    (HilbertA(tiles=2), ToMA(skip=0, granularity="block")),
-    among=(*tiny.MASKED, "zimage"),
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        *in_turn(RAGGED, [(method,) for method in ATTENTION]),
+        *in_turn(
+            [name for name in RAGGED if name in FAMILIES],
+            [
+                (ToMA(skip=0, tile=(4, 4), granularity="module"),),
+                (HilbertA(tiles=2), ToMA(skip=0, granularity="block")),
+            ],
+        ),
+    ],
 )
 def test_prompts_of_different_length_do_not_depend_on_each_other(name, methods):
     model, x = tiny.ragged(name, **heads_for(name, methods[0]))
@@ -664,7 +672,7 @@ def dense_because(model, x, method, why, **more):
             (LLSA(), " image tokens are fewer than min_tokens=1024"),
             (LLSA(min_tokens=0), "does not support these heads: head_dim must be 32 to 256, not "),
         ],
-        each=3,
+        each=2,
     ),
 )
 def test_a_model_stays_dense_and_says_why(name, method_and_why):

@@ -1,6 +1,7 @@
 """Step caches of diffusers and cache-dit beside the methods: none, some or all blocks skipped."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import cache_dit
 import pytest
@@ -162,6 +163,7 @@ def test_hooks_around_blocks_see_whole_tokens():
 # --- cache-dit, which calls the blocks in place of the model ---
 
 
+@cache
 def with_cache_dit(method, threshold, cache_first=True):
     """The latents of a pipeline beside cache-dit, and what it generates after both are removed."""
     torch.manual_seed(0)

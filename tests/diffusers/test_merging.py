@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import tiny
@@ -94,8 +93,9 @@ def seen_tokens(model, x):
     ("name", "grid", "methods"),
     at_grids_in_turn(
         FAMILIES,
+        [(sparse, ToMA(**LOSSLESS, granularity="module")) for sparse in ((), SPARSE)],
+        [(sparse, ToMA(**LOSSLESS, granularity="block")) for sparse in (SPARSE, ())],
         [
-            *product([(), SPARSE], [ToMA(**LOSSLESS, granularity="module"), ToMA(**LOSSLESS, granularity="block")]),
             ((), ToMeSD(keep=0.9999, skip=0)),
             ((), ToFu(keep=0.9999, separation=0.0, skip=0)),
             ((), ToFu(keep=0.9999, skip=0)),

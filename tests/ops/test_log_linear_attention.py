@@ -61,7 +61,7 @@ def dense(q, k, v):
     [
         *((*size, top_k, 32) for size in SIZES for top_k in (1, 5)),
         *((tokens, 2, 2, dim) for tokens, dim in ((300, 48), (300, 80), (257, 33), (100, 160), (100, 256))),
-        *((4097, 4, 3, 32), slow(5000, 4, 13, 32)),
+        (4097, 4, 3, 32),
     ],
 )
 def test_output_and_every_gradient_equal_the_definition(tokens, levels, top_k, dim):
@@ -333,7 +333,7 @@ def test_one_graph_under_compile_gives_the_same_bits():
     ("tokens", "keys", "backward"),
     [
         *((5000, 276, True), (16384, 320, True)),
-        *(slow(*case) for case in ((4096, 384, True), (65536, 512, False), (2**17 + 1, 417, False))),
+        *(slow(*case) for case in ((4096, 384, True), (2**17 + 1, 417, False))),
     ],
 )
 def test_flops_follow_from_the_keys_per_query(tokens, keys, backward):

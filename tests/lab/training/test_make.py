@@ -7,6 +7,7 @@ import json
 import numpy as np
 import processes
 import pytest
+import test_video
 import torch
 from diffusers import FluxPipeline
 from lab.training import flow, make
@@ -14,6 +15,7 @@ from lab.training.stages import Stage
 
 from foveate.apps.demo.recogniser import load_recogniser
 from foveate.apps.demo.untrained import untrained_pipeline
+from foveate.pipelines.request import load_pipeline
 
 TINY = {"layers": 1, "single_layers": 1, "heads": 2, "rope": (4, 4, 8), "text_dim": 32, "text_layers": 1}
 
@@ -104,16 +106,20 @@ def test_weights_can_be_fine_tuned_with_the_last_stage(tmp_path, bars):
         train(tmp_path / "third", start=tmp_path / "nowhere")
 
 
-def _make_vae_and_flow(out):
+def _make_image_and_video_models(out):
     """What each of several processes that torchrun started does."""
     processes.as_torchrun()
     shrink(pytest.MonkeyPatch())
     for part in ("vae", "flow"):
-        train(out, part=part, scale=0.005)
+        train(out / "image", part=part, scale=0.005)
+    test_video.shrink(pytest.MonkeyPatch())
+    test_video.video.main(out / "video", batch=0.05, sample_every=0)
 
 
 def test_two_processes_make_each_part_together(tmp_path):
-    processes.run(2, tmp_path, _make_vae_and_flow, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["devices"] == "2 x CPU"
-    picture(tmp_path / "out" / "pipeline")
-    assert not (tmp_path / "out" / "recogniser.safetensors").exists()
+    processes.run(2, tmp_path, _make_image_and_video_models, tmp_path)
+    for model in ("image", "video"):
+        assert json.loads((tmp_path / model / "recipe.json").read_text())["devices"] == "2 x CPU"
+        load_pipeline(str(tmp_path / model / "pipeline"))
+    picture(tmp_path / "image" / "pipeline")
+    assert not (tmp_path / "image" / "recogniser.safetensors").exists()

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 
-import processes
 import pytest
 import torch
 from lab.quality import video as judged
@@ -126,19 +125,6 @@ def shrink(monkeypatch):
     monkeypatch.setattr(video, "VAE_STEPS", 2)
     monkeypatch.setattr(video, "untrained_video_pipeline", functools.partial(video.untrained_video_pipeline, **TINY))
     monkeypatch.setattr(video, "SHOWN", 2)
-
-
-def _train(out):
-    """What each of several processes that torchrun started does."""
-    processes.as_torchrun()
-    shrink(pytest.MonkeyPatch())
-    video.main(out, batch=0.05, sample_every=0)
-
-
-def test_two_processes_train_together(tmp_path):
-    processes.run(2, tmp_path, _train, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["devices"] == "2 x CPU"
-    load_pipeline(str(tmp_path / "out" / "pipeline"))
 
 
 def test_the_command_makes_a_pipeline_that_draws_and_resumes(tmp_path, monkeypatch, capsys):
