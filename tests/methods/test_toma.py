@@ -131,6 +131,19 @@ def test_new_weights_for_old_destinations():
     assert not torch.equal(later.gather[0], merge.gather[0])
 
 
+@pytest.mark.parametrize("merge_reference", [False, True])
+def test_an_update_adds_to_each_token_what_its_destinations_changed_by(merge_reference):
+    method = ToMA(tile=(4, 4), merge_reference=merge_reference)
+    regions = method.regions(((12, 16), (8, 12)))
+    x = torch.randn(2, len(regions.order), 16)
+    merge = method.plan(x[:, regions.order], regions)
+    before = merge.merge(x, order=regions.order)
+    after = torch.randn_like(before)
+    want = x + merge.unmerge(after - before)[:, regions.inverse]
+    torch.testing.assert_close(merge.update(x, before, after, regions.order), want)
+    torch.testing.assert_close(merge.update(x[:, regions.order], before, after), want[:, regions.order])
+
+
 def test_reference_images_merge_only_with_merge_reference():
     x = smooth(24, 20)  # two images of 16 and 8 rows
     grids = (16, 20), (8, 20)
