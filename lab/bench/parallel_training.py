@@ -38,7 +38,7 @@ from lab.bench.train import RandomPictures, random_dit
 DISTILLED = "flux-dev", "built-in"
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
          "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}  # fmt: skip
-"""What `accelerate launch` sets for the configuration in docs/scale.md."""
+"""Environment variables that `accelerate launch` sets for FSDP2, as configured in docs/scale.md."""
 
 
 class RandomPairs(NoisyPairs):

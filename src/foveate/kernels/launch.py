@@ -428,7 +428,7 @@ def shared_memory(device: torch.device) -> int:
     return 2**20 if device.type != "cuda" else _properties(device).shared_memory_per_block_optin
 
 
-@torch.compiler.assume_constant_result  # of a function without a cache: Dynamo would trace through it, and warn
+@torch.compiler.assume_constant_result  # on a cached function, Dynamo would ignore this, trace it and warn
 def compute_capability(index: int) -> int:
     """Compute capability of a GPU as one number: 80 for sm_80.
 

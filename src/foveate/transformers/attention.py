@@ -132,7 +132,8 @@ def row_model(model: Any) -> Any:
     return copy
 
 
-_OTHERS = "rope_deltas", "image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states"  # by version
+# not a class statement: type checks of the tests would hold tensors against annotations of transformers
+_OTHERS = "rope_deltas", "image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states"
 _Output: Any = type("_Output", (MoeModelOutputWithPast,), dict.fromkeys(_OTHERS))
 """What any causal model reads of its decoder's output: dense models and models without images read less."""
 

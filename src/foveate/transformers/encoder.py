@@ -67,11 +67,11 @@ class ChunkEncoder(LanguageModel):
         return [self.share(i, chunk, read.ids) for i, (chunk, read) in enumerate(zip(chunks, documents, strict=True))]
 
     def keeps(self, number: int) -> bool:
-        """Whether this process keeps the keys and values of the chunk at this place in a list of chunks."""
+        """Whether this process keeps the keys and values of chunk `number` of a context."""
         return self.division is None or self.division.holder(number) == self.division.rank
 
     def share(self, number: int, chunk: ChunkCache | None, ids: Int[Tensor, "tokens"]) -> ChunkCache:
-        """The chunk at this place, marked with the process that keeps it; `chunk` is None if another process does."""
+        """Chunk `number` of a context, marked with the rank that keeps it. Other ranks pass None for `chunk`."""
         chunk = chunk or ChunkCache(ids.to(self.device), {}, dict(self.fingerprint))
         return chunk if self.division is None else replace(chunk, holder=self.division.holder(number))
 
