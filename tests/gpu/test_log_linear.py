@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from log_linear_oracle import check, check_readers, pooled, select_nodes
+from log_linear_oracle import check, check_readers, pooled, relative, select_nodes
 
 from foveate.kernels.log_linear import backward, select_blocks
+from foveate.kernels.log_linear.joint_log_linear_attention import joint_log_linear_attention
 from foveate.kernels.log_linear.log_linear_attention import log_linear_attention
 from foveate.ops import log_linear_attention as attend
+from foveate.ops.joint_attention import portable
 from foveate.ops.log_linear_attention import Options
 
 pytestmark = pytest.mark.gpu
@@ -97,3 +99,20 @@ def test_a_repeated_call_does_not_synchronize_with_the_gpu_and_has_the_same_bits
         again = [gradients(*x) for x in inputs]
     for want, got in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize(("text", "image", "levels"), [(77, 1000, 1), (0, 600, 2), (512, 1024, 1)])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_text_and_image_together_equal_float64(text, image, levels, dim, scattered):
+    shape = text + image, dim, torch.bfloat16
+    inputs = [heads_of(*shape).requires_grad_() for _ in range(3)]
+    grad, place = heads_of(*shape), torch.randperm(text + image, device="cuda") if scattered else None
+    options = OPTIONS._replace(top_k=64, levels=levels, enriched=levels, scale=dim**-0.5)
+    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = portable(*exact, image, None if place is None else place.cpu(), options)
+    got = joint_log_linear_attention(*inputs, image, place, options)
+    assert relative(got, want) < TOLERANCES[torch.bfloat16][0]
+    wanted = torch.autograd.grad(want, exact, grad.double().cpu())
+    for ours, theirs in zip(torch.autograd.grad(got, inputs, grad), wanted, strict=True):
+        assert relative(ours, theirs) < TOLERANCES[torch.bfloat16][1]

@@ -98,10 +98,8 @@ def _make_lists(table: BlockTable, block: tuple[int, int], device: torch.device)
     width = {"block_size": block}
     ahead = BlockSparseTensorsTorch(*_packed(partial, device), *_packed(full, device), **width)
     back = BlockSparseTensorsTorch(*_packed(partial.T, device), *_packed(full.T, device), **width)
-    orders = compute_dq_write_order(*ahead[:4], *back[:4])
-    # a single block too needs a last stride of 1, which contiguous() leaves as it is
-    orders = [order.clone(memory_format=torch.contiguous_format) for order in orders]
-    back = back._replace(dq_write_order=orders[0], dq_write_order_full=orders[1], spt=False)
+    orders = map(_dense, compute_dq_write_order(*ahead[:4], *back[:4]))
+    back = back._replace(**dict(zip(("dq_write_order", "dq_write_order_full"), orders, strict=True)), spt=False)
     if not partial.any():
         return _Lists(ahead, back, {})
     return _Lists(ahead, back, {"mask_mod": _mask_function(), "aux_tensors": [x.to(device) for x in mask]})
@@ -140,7 +138,12 @@ def _packed(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Number of chosen blocks of each row, and their indices, for all samples: int32 [1, 1, rows(, most)]."""
     counts = chosen.sum(1)
     indices = chosen.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(counts.max()))]
-    return counts[None, None].int().to(device), indices[None, None].int().contiguous().to(device)
+    return _dense(counts[None, None].int()).to(device), _dense(indices[None, None].int()).to(device)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy whose last stride is 1, which `contiguous` does not change in dimensions of one entry."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @cache
