@@ -156,7 +156,7 @@ def check_readers(q, k, real, top_k, block, levels):
 
     lists, counts = select_blocks(q, k, real, top_k, block, levels)
     numbers = torch.cat(counts, 1)
-    tensors = k, k, k[None], numbers, numbers.float(), lists, real
+    tensors = k, k, k[:, :, :0], k[:, :, :0], k[None], numbers, numbers.float(), lists, real
     found = list_readers(Keys(*tensors, block, top_k, levels, True, False, False, 1.0))
     selection = Selection(tuple(lists), counts, q.shape[2], block, top_k)
     for level in range(levels):

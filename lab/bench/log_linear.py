@@ -285,7 +285,7 @@ def _stage_seconds(
 
 def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[str, Callable[[], object]]:
     """Stages of the Triton kernels in order, each as a separate call."""
-    from foveate.kernels.launch import empty_like, empty_lse
+    from foveate.kernels.launch import empty_like
     from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
     from foveate.kernels.log_linear.forward import Keys, forward
     from foveate.kernels.log_linear.pooling import pool
@@ -297,18 +297,21 @@ def stages(qkv: tuple[Tensor, ...], options: Options, backward: bool) -> dict[st
     pick = partial(pick_nodes, means, counts, tokens, block, levels, options.top_k)
     lists = pick()
     keys = Keys(
-        k, v, means, counts, logs, lists, None, block, options.top_k, options.enriched, options.reweight,
-        options.exclude_selected, options.full, options.scale,
+        k, v, k[:, :, :0], v[:, :, :0], means, counts, logs, lists, None, block, options.top_k, options.enriched,
+        options.reweight, options.exclude_selected, options.full, options.scale,
     )  # fmt: skip
-    out, lse, dq = empty_like(q), empty_lse(q), empty_like(q)
-    attend = partial(forward, q, keys, out, lse, None, False)
+    out = empty_like(q)
+
+    def attend() -> tuple[Tensor, Tensor]:
+        return out, forward(q, keys, out, None)
+
     pooling = partial(pool, [*qkv], None, block, levels)
     calls: dict[str, Callable[[], object]] = {"pooling": pooling, "selection": pick, "attention": attend}
     if not backward:
         return calls
-    attend()
-    queries = partial(backward_queries, q, keys, out, lse, q, None, dq, False)
-    numbers = queries()
+    _, lse = attend()
+    queries = partial(backward_queries, q, keys, out, lse, q, None)
+    _, *numbers = queries()
     listed = list_readers(keys)
     return calls | {
         "reader lists": partial(list_readers, keys),

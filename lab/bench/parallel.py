@@ -63,10 +63,6 @@ def main() -> None:
         network.compile_repeated_blocks()
     lengths = prod(grid), config.num_attention_heads, model.text or 0
     even = not any(length % gpus for length in lengths)
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        alone = [timed(pipe, call, method, options.rounds) for method in METHODS]
-        enable_parallelism(network, ulysses_degree=gpus, ulysses_anything=not even)
-        together = [timed(pipe, call, method, options.rounds) for method in METHODS]
     about = {
         "what": "one denoising step under Ulysses context parallelism", "model": options.model, "grid": options.grid,
         "compiled": not options.eager, "evenly_divided": even,
@@ -74,13 +70,17 @@ def main() -> None:
     if model.layers:
         about |= {"layers": options.layers, "all_layers": model.layers}
     kind, rows = "eager" if options.eager else "compiled", list[dict[str, Any]]()
-    for method, (one, want), (all_, got) in zip(METHODS, alone, together, strict=True):
-        times = {f"one_gpu_{name}": value for name, value in one.items() if name != "exchange_share"}
-        times |= {f"all_gpus_{name}": value for name, value in all_.items()}
-        rows.append({"variant": method.title if method else "dense", **times, "speed_up": one["s"] / all_["s"],
-                     "difference": difference(got, want)})  # fmt: skip
-        file = f"parallel-{options.model}-{gpus}-{kind}-{device.type}.json"
-        save(options.out / file, about, rows, options.commit)
+    file = options.out / f"parallel-{options.model}-{gpus}-{kind}-{device.type}.json"
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        alone = [timed(pipe, call, method, options.rounds) for method in METHODS]
+        enable_parallelism(network, ulysses_degree=gpus, ulysses_anything=not even)
+        for method, (one, want) in zip(METHODS, alone, strict=True):
+            all_, got = timed(pipe, call, method, options.rounds)
+            times = {f"one_gpu_{name}": value for name, value in one.items() if name != "exchange_share"}
+            times |= {f"all_gpus_{name}": value for name, value in all_.items()}
+            rows.append({"variant": method.title if method else "dense", **times, "speed_up": one["s"] / all_["s"],
+                         "difference": difference(got, want)})  # fmt: skip
+            save(file, about, rows, options.commit)
     leave()
 
 

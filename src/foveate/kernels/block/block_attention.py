@@ -31,7 +31,7 @@ from foveate.kernels.launch import (
 from foveate.ops.block_table import BlockTable
 from foveate.utils.cache import WeakTensorCache
 
-__all__ = ["BACKENDS", "attend", "block_attention", "differentiate", "kernels_for"]
+__all__ = ["BACKENDS", "block_attention"]
 
 HOPPER, LARGEST_HEAD = 90, 256
 GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -116,16 +116,20 @@ BACKENDS = {
 }
 
 
-def kernels_for(q: Tensor) -> str:
-    """Name of the fastest kernels for these queries."""
-    names = [name for name, (runs, _) in BACKENDS.items() if runs(q.device, q.dtype, q.shape[3])]
-    return names[-1] if names else "triton"  # none in Triton's interpreter
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, table: BlockTable, scatter: Tensor | None, scale: float, kernels: str
+@gpu_op("block_attention")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    scatter: Tensor | None,
+    scale: float,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE, without autograd."""
+    table = BlockTable(query_starts, key_starts, offsets, keys)
     if kernels == "flash":
         out, lse = flash_attention.forward(q, k, v, table, scale)
         return (out if scatter is None else empty_like(out).index_copy_(2, scatter, out)), lse
@@ -140,54 +144,9 @@ def attend(
     return out, lse
 
 
-@gpu_op("block_attention")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    offsets: Tensor,
-    keys: Tensor,
-    scatter: Tensor | None,
-    scale: float,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, BlockTable(query_starts, key_starts, offsets, keys), scatter, scale, kernels)
-
-
 @torch.library.register_fake(_forward)
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return empty_like(q), empty_lse(q)
-
-
-def differentiate(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    table: BlockTable, scale: float, kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v.
-
-    Output and LSE may include other keys than the table's: these are the gradients through the keys of the table.
-    """
-    q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    if kernels == "flash" and flash_attention.differentiates(q.device):
-        dq, dk, dv = flash_attention.backward(grad_out, grad_lse, q, k, v, out, lse, table, scale)
-        return dq, dk, dv
-    if kernels == "hopper" and hopper_attention.addressable(q, k, v, grad_out):
-        plans = [_partitioned(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
-        recordable = all(plan.whole for plan in plans) and not q.shape[2] % hopper_backward.CUT["aligned"]
-        differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
-        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *plans, scale)
-        return dq, dk, dv
-    dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
-    _launch_deltas(out, grad_out, grad_lse, delta)
-    config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
-    _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan[:3], scale, config)
-    configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills wide heads, and exceeds Blackwell's limits
-    config, plan = _planned(q, k, table, configs, tile_operands=2, transposed=True)
-    _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan[:3], scale, config)
-    return dq, dk, dv
 
 
 @gpu_op("block_attention_backward")
@@ -210,7 +169,25 @@ def _backward(
     if scatter is not None:
         out, grad_out = (x.index_select(2, scatter) for x in (out, grad_out))
     table = BlockTable(query_starts, key_starts, offsets, keys)
-    return differentiate(grad_out, grad_lse, q, k, v, out, lse, table, scale, kernels)
+    q, k, v, out, grad_out = map(row_contiguous, (q, k, v, out, grad_out))
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    if kernels == "flash" and flash_attention.differentiates(q.device):
+        dq, dk, dv = flash_attention.backward(grad_out, grad_lse, q, k, v, out, lse, table, scale)
+        return dq, dk, dv
+    if kernels == "hopper" and hopper_attention.addressable(q, k, v, grad_out):
+        plans = [_partitioned(q, k, table, hopper_backward.CUT, transposed=turn) for turn in (False, True)]
+        recordable = all(plan.whole for plan in plans) and not q.shape[2] % hopper_backward.CUT["aligned"]
+        differentiate = _differentiate_hopper if recordable else _differentiate_hopper.__wrapped__
+        dq, dk, dv = differentiate(q, k, v, out, lse, grad_out, grad_lse, *plans, scale)
+        return dq, dk, dv
+    dq, dk, dv, delta = map(empty_like, (q, k, v, lse))
+    _launch_deltas(out, grad_out, grad_lse, delta)
+    config, plan = _planned(q, k, table, BACKWARD_QUERIES, tile_operands=2)
+    _launch_queries(q, k, v, grad_out, dq, lse, delta, *plan[:3], scale, config)
+    configs = BACKWARD_KEYS[q.shape[3] > 128 :]  # the first spills wide heads, and exceeds Blackwell's limits
+    config, plan = _planned(q, k, table, configs, tile_operands=2, transposed=True)
+    _launch_keys(q, k, v, grad_out, dk, dv, lse, delta, *plan[:3], scale, config)
+    return dq, dk, dv
 
 
 @torch.library.register_fake(_backward)

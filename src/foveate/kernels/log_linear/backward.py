@@ -3,9 +3,9 @@
 """Backward pass of log-linear attention in Triton: gradients of the queries, and of the keys and values.
 
 The gradient of the queries takes the steps of the forward pass. For keys and values, one program computes a tile of
-keys that the same queries read: a block of tokens, the children of a node, or nodes of the top level. It walks through
-the queries of the nodes that picked the tile, its readers. A tile with more than one chunk of queries is split into
-parts, one program per chunk, and the parts are summed in a fixed order.
+keys that the same queries read: a block of tokens, the children of a node, or a tile of keys that all queries read. It
+walks through the queries of the nodes that picked the tile, its readers. A tile with more than one chunk of queries is
+split into parts, one program per chunk, and the parts are summed in a fixed order.
 """
 
 import math
@@ -24,6 +24,7 @@ from foveate.kernels.log_linear.forward import (
     NUMBERS,
     KernelConfig,
     Keys,
+    attend_extra,
     attend_means,
     attend_tokens,
     batch_stride,
@@ -61,7 +62,7 @@ RUN, RUNS = 128, 64  # nodes whose picks one program counts, and the largest num
 AT_ONCE = 128  # picks counted at once
 ALLOCATED = 32  # nodes that one program of `_allocate` handles
 ADDED = 8  # rows of a tile that one program of `_add_parts` sums
-TOKENS = -1  # kind of keys other than the levels of nodes
+TOKENS, EXTRA = -1, -2  # kinds of keys other than the levels of nodes
 PROGRAMS = 1024  # target number of programs for shared keys: few tiles, so only short chunks keep the GPU busy
 KEY_NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk", "parts")  # not specialized at 1
 
@@ -71,17 +72,17 @@ KEY_NUMBERS = ("heads", "tokens", "limit", "all_nodes", "shift", "picks", "chunk
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _backward_queries(
-    p_q, p_k, p_v, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
-    p_lse, p_dlse, p_binary, p_delta, scale, factor, heads, tokens, nodes, top_k, s_log, s_real, s_lse,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_outb, s_outh, s_out, s_gb, s_gh, s_g, s_dqb, s_dqh, s_dq,
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_g, p_dq, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4,
+    p_lse, p_dlse, p_binary, p_delta, scale, factor, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
+    s_gb, s_gh, s_g, s_dqb, s_dqh, s_dq,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, BEGUN: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and two numbers per query that `backward_keys` needs.
 
-    p_binary: LSE in base 2, infinite for rows without keys. p_delta: sum(out * dout) - dlse. BEGUN: p_dq holds the
-    gradient through other keys, which is included.
+    p_binary: LSE in base 2, infinite for rows without keys. p_delta: sum(out * dout) - dlse.
     """
     batch, head, sample, row = locate(tokens, heads, M)
     p_real += batch * s_real
@@ -92,20 +93,22 @@ def _backward_queries(
     p_g += batch * s_gb + head * s_gh
     g = rows_of(p_g, s_g, o_r, D, BD, INT64)
     out = rows_of(p_out + batch * s_outb + head * s_outh, s_out, o_r, D, BD, INT64)
-    lse = tl.load(p_lse + sample * s_lse + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
+    lse = tl.load(p_lse + sample * tokens + o_m, mask=o_m >= 0, other=MINUS_INF) / LN2
     lse = tl.where(lse == MINUS_INF, float("inf"), lse)  # rows without keys have weight 0
     delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     if p_dlse is not None:
         delta -= tl.load(p_dlse + sample * tokens + o_m, mask=o_m >= 0, other=0.0)
-    p_dq += batch * s_dqb + head * s_dqh
     acc = tl.zeros([M, BD], tl.float32)
-    if BEGUN:
-        acc += rows_of(p_dq, s_dq, o_r, D, BD, INT64).to(tl.float32) / factor
     if ENRICHED > 0:
         lse, delta, acc = attend_means(
             lse, delta, acc, q, g, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
             LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, True, EVEN, STAGES, B, M, BN, D, BD, INT64,
+        )  # fmt: skip
+    if EXTRA:
+        lse, delta, acc = attend_extra(
+            lse, delta, acc, q, g, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh,
+            s_ek, s_ev, extra, scale, True, STAGES, BN, D, BD, INT64,
         )  # fmt: skip
     lse, delta, acc = attend_tokens(
         lse, delta, acc, q, g, p_q, p_g, s_q, s_g, o_r,
@@ -113,33 +116,33 @@ def _backward_queries(
         sample, row, tokens, top_k, scale, MASKED, True, EVEN, SMALL_STAGES, B, M, BK, D, BD, INT64,
     )  # fmt: skip
     acc = tl.where((o_m >= 0)[:, None], acc * factor, 0.0)
-    store_rows(p_dq, s_dq, row, tokens, acc, M, D, BD)
+    store_rows(p_dq + batch * s_dqb + head * s_dqh, s_dq, row, tokens, acc, M, D, BD)
     o_m = row + tl.arange(0, M)
     tl.store(p_binary + sample * tokens + o_m, lse, mask=o_m < tokens)
     tl.store(p_delta + sample * tokens + o_m, delta, mask=o_m < tokens)
 
 
 def backward_queries(
-    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dq: Tensor, begun: bool
-) -> tuple[Tensor, Tensor]:
-    """LSE of each query in base 2, and sum(out * grad_out) - grad_lse; writes the gradient of the queries to `dq`.
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the queries, their LSE in base 2, and sum(out * grad_out) - grad_lse of each.
 
-    The LSE in base 2 is infinite for a query without keys, so that its weights are 0. If `begun`, `dq` holds the
-    gradient through other keys, which is included.
+    The LSE in base 2 is infinite for a query without keys, so that its weights are 0.
     """
-    binary, delta = empty_lse(q), empty_lse(q)
-    _launch_queries(q, keys, out, lse, grad_out, grad_lse, dq, binary, delta, begun)
-    return binary, delta
+    dq, binary, delta = empty_like(q), empty_lse(q), empty_lse(q)
+    _launch_queries(q, keys, out, lse, grad_out, grad_lse, dq, binary, delta)
+    return dq, binary, delta
 
 
 @launcher
 def _launch_queries(
     q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, dq: Tensor,
-    binary: Tensor, delta: Tensor, begun: bool,
+    binary: Tensor, delta: Tensor,
 ) -> Launch:  # fmt: skip
-    strided = {"q": q, "k": keys.k, "v": keys.v, "out": out, "g": grad_out, "dq": dq}
-    vectors = {"p_lse": lse, "s_lse": lse.stride(1), "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
-    return over_queries(_backward_queries, BACKWARD_QUERIES, strided, keys, begun, **vectors, factor=keys.scale)
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v}
+    strided |= {"out": out, "g": grad_out, "dq": dq}
+    vectors = {"p_lse": lse, "p_dlse": grad_lse, "p_binary": binary, "p_delta": delta}
+    return over_queries(_backward_queries, BACKWARD_QUERIES, strided, keys, **vectors, factor=keys.scale)
 
 
 # --- the gradients of keys and values --------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ def _backward_keys(
 ):  # fmt: skip
     """Gradients of a tile of keys, or of a part of the tile: one chunk of its queries.
 
-    The `limit` keys are tokens, or with NODES the nodes of one level, each of `below` tokens. LISTED tiles
+    The `limit` keys are tokens, extra keys, or with NODES the nodes of one level, each of `below` tokens. LISTED tiles
     are read by nodes of 2**shift queries each; other tiles are read by all queries and always split. Parts are written
     to p_xk and p_xv.
     """
@@ -459,7 +462,7 @@ def _launch_allocate(cells: Tensor, readers: Readers, tiles: "_Tiles") -> Launch
 def backward_keys(
     q: Tensor, keys: Keys, binary: Tensor, delta: Tensor, grad_out: Tensor, listed: list[Tensor]
 ) -> list[Tensor]:
-    """Gradients of keys and values.
+    """Gradients of keys, values, extra keys and extra values.
 
     Args:
         q: Queries.
@@ -472,11 +475,13 @@ def backward_keys(
     queries, levels = (q, grad_out, binary, delta), len(keys.lists)
     readers = [Readers(*listed[at : at + 4]) for at in range(0, len(listed), 4)]
     d_means = keys.means.new_empty((2, *keys.means.shape[1:]), dtype=torch.float32)
-    d_tokens = [empty_like(x) for x in (keys.k, keys.v)]
+    d_tokens, d_extra = ([empty_like(x) for x in xs] for xs in ((keys.k, keys.v), (keys.extra_k, keys.extra_v)))
     for level in range(keys.enriched):
         _add_gradients(keys, queries, readers[level + 1] if level < levels - 1 else None, d_means, None, level)
+    if keys.extra_k.shape[2]:
+        _add_gradients(keys, queries, None, d_means, d_extra, EXTRA)
     _add_gradients(keys, queries, readers[0], d_means, d_tokens, TOKENS)
-    return d_tokens
+    return [*d_tokens, *d_extra]
 
 
 def _add_gradients(
@@ -491,7 +496,7 @@ def _add_gradients(
         readers: Nodes that picked each tile; None if all queries read all tiles.
         d_means: Gradients of the means of keys and values of all levels, which are added to the token gradients.
         grads: Gradients of these keys and values; None for nodes, whose gradients are in `d_means`.
-        kind: `TOKENS`, or the level of the nodes, 0 for the finest.
+        kind: `TOKENS`, `EXTRA`, or the level of the nodes, 0 for the finest.
     """
     tiles = _Tiles.of(keys, kind, None if readers is None else readers.readers.shape[1])
     sums = d_means.new_empty((2, *keys.k.shape[:2], tiles.parts * tiles.rows, keys.k.shape[3]))
@@ -527,12 +532,13 @@ class _Tiles(NamedTuple):
     def of(cls, keys: Keys, kind: int, picks: int | None) -> "_Tiles":
         """Tiles of one kind; `picks` is the number of picks of a head, None if all queries read all tiles."""
         batch, heads, tokens, dim = keys.k.shape
-        limit = tokens if kind == TOKENS else level_sizes(tokens, keys.block, kind + 1)[kind]
+        limits = {TOKENS: tokens, EXTRA: keys.extra_k.shape[2]}
+        limit = limits[kind] if kind < 0 else level_sizes(tokens, keys.block, kind + 1)[kind]
         configs = BACKWARD_SHARED if picks is None else BACKWARD_TOKENS if kind == TOKENS else BACKWARD_NODES
         config = config_for(configs, dim)
         rows = config.rows if picks is None else keys.block
         samples, tiles = batch * heads, triton.cdiv(limit, rows)
-        shift = (keys.block ** (kind + 2)).bit_length() - 1  # a reader is one level up
+        shift = (keys.block ** (max(kind, -1) + 2)).bit_length() - 1  # a reader is one level up
         if picks is None:
             chunk = max(CHUNK // 4, triton.cdiv(samples * tiles * tokens, PROGRAMS))
             parts = tiles * triton.cdiv(tokens, chunk)
@@ -553,7 +559,7 @@ def _launch_keys(
         *strided, *sums, binary, delta, mask_of(keys), keys.logs[:, _first_node(keys, kind) :], keys.counts,
         *(readers or 4 * [keys.counts]), keys.lists[max(kind, 0)], *d_means,
         keys.scale / math.log(2), keys.scale, keys.k.shape[1], q.shape[2], tiles.limit, keys.logs.shape[1],
-        tiles.shift, keys.block ** (kind + 1), keys.top_k, tiles.chunk, tiles.parts,
+        tiles.shift, keys.block ** (max(kind, -1) + 1), keys.top_k, tiles.chunk, tiles.parts,
         batch_stride(keys.real), batch_stride(keys.logs), *(stride for x in strided for stride in x.stride()[:3]),
     )  # fmt: skip
     warps = tiles.config.warps if readers is None else min(tiles.config.warps * tiles.rows // 16, 4)
@@ -589,7 +595,7 @@ def _of_kind(keys: Keys, kind: int) -> list[Tensor]:
     """Keys and values of one kind."""
     if kind >= 0:
         return [x[:, :, _first_node(keys, kind) : _first_node(keys, kind + 1)] for x in keys.means[-2:]]
-    return [keys.k, keys.v]
+    return [keys.k, keys.v] if kind == TOKENS else [keys.extra_k, keys.extra_v]
 
 
 def _written(keys: Keys, d_means: Tensor, grads: list[Tensor] | None, kind: int) -> list[Tensor]:

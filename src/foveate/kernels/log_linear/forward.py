@@ -3,9 +3,8 @@
 """Forward pass of log-linear attention in Triton, and the steps that it shares with the gradient of the queries.
 
 One program computes a few blocks of queries with the same parent. It reads their shared keys in wide tiles: the means
-that their ancestors' lists make visible, and all means of the top level. The tokens that each block picked are read in
-small tiles, as one batched product over the blocks. One online softmax runs over all of them. It can go on from the
-output and LSE of attention to other keys, such as those of a text, which block attention reads faster.
+that their ancestors' lists make visible, all means of the top level, and the extra keys. The tokens that each block
+picked are read in small tiles, as one batched product over the blocks. One online softmax runs over all of them.
 Scores are in base 2: ``scale`` includes log2(e), and counts are added as binary logarithms; the stored LSE is natural.
 """
 
@@ -18,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.launch import Launch, launcher, padded_size
+from foveate.kernels.launch import Launch, empty_lse, launcher, padded_size
 
 __all__ = ["KernelConfig", "Keys", "forward", "over_queries"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234e38)  # finite, so that differences of maxima are never NaN
 MINUS_INF = tl.constexpr(float("-inf"))
-NUMBERS = ("heads", "tokens", "nodes", "top_k")  # not specialized when they equal 1
+NUMBERS = ("heads", "tokens", "extra", "nodes", "top_k")  # not specialized when they equal 1
 
 
 @triton.jit
@@ -165,6 +164,23 @@ def attend_means(
 
 
 @triton.jit
+def attend_extra(
+    m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, extra, scale,
+    GRADIENT: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    INT64: tl.constexpr,
+):  # fmt: skip
+    """Attend to the extra keys, visible to all rows."""
+    for start in tl.range(0, extra, BN, num_stages=STAGES):
+        o_n = start + tl.arange(0, BN)
+        bias = tl.where(o_n < extra, 0.0, MINUS_INF)[None, :]
+        o_n = tl.minimum(o_n, extra - 1)
+        m, norm, acc = _step(
+            m, norm, acc, q, g, p_ek, p_ev, s_ek, s_ev, o_n, bias, scale, GRADIENT, False, D, BD, INT64
+        )
+    return m, norm, acc
+
+
+@triton.jit
 def attend_tokens(
     m, norm, acc, q, g, p_q, p_g, s_q, s_g, o_r, p_k, p_v, p_real, p_list, s_k, s_v, sample, row, tokens, top_k, scale,
     MASKED: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -235,17 +251,16 @@ def store_rows(p, stride, row, tokens, x, M: tl.constexpr, D: tl.constexpr, BD: 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
-    p_q, p_k, p_v, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse, p_place,
-    scale, heads, tokens, nodes, top_k, s_log, s_real, s_lse,
-    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_outb, s_outh, s_out,
+    p_q, p_k, p_v, p_ek, p_ev, p_out, p_mk, p_mv, p_logs, p_real, p_list1, p_list2, p_list3, p_list4, p_lse, p_place,
+    scale, heads, tokens, extra, nodes, top_k, s_log, s_real,
+    s_qb, s_qh, s_q, s_kb, s_kh, s_k, s_vb, s_vh, s_v, s_ekb, s_ekh, s_ek, s_evb, s_evh, s_ev, s_outb, s_outh, s_out,
     LEVELS: tl.constexpr, ENRICHED: tl.constexpr, REWEIGHT: tl.constexpr, EXCLUDE: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, BEGUN: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, EXTRA: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, SMALL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE; zeros and -inf for padding and for rows without keys.
 
-    EVEN: all nodes, lists and steps are full, so that nothing needs a mask. BEGUN: output and LSE hold the results of
-    attention to other keys.
+    EVEN: all nodes, lists and steps are full, so that nothing needs a mask. EXTRA: there are extra keys.
     """
     batch, head, sample, row = locate(tokens, heads, M)
     p_real += batch * s_real
@@ -253,20 +268,19 @@ def _forward(
     o_r = tl.maximum(o_m, 0)
     p_q += batch * s_qb + head * s_qh
     q = rows_of(p_q, s_q, o_r, D, BD, INT64)  # [M, BD]
-    p_out += batch * s_outb + head * s_outh
-    p_lse += sample * s_lse
-    if BEGUN:
-        place = o_r if p_place is None else tl.load(p_place + o_r)
-        m, norm = tl.load(p_lse + o_r) / LN2, tl.full([M], 1.0, tl.float32)
-        acc = rows_of(p_out, s_out, place, D, BD, INT64).to(tl.float32)
-    else:
-        m, norm = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, BD], tl.float32)
+    m = tl.full([M], LOWEST, tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BD], tl.float32)
     if ENRICHED > 0:
         m, norm, acc = attend_means(
             m, norm, acc, q, q, p_mk + sample * nodes * D, p_mv + sample * nodes * D, p_logs + batch * s_log,
             (p_list1, p_list2, p_list3, p_list4), sample, row, tokens, top_k, scale,
             LEVELS, ENRICHED, REWEIGHT, EXCLUDE, MASKED, False, EVEN, STAGES, B, M, BN, D, BD, INT64,
+        )  # fmt: skip
+    if EXTRA:
+        m, norm, acc = attend_extra(
+            m, norm, acc, q, q, p_ek + batch * s_ekb + head * s_ekh, p_ev + batch * s_evb + head * s_evh, s_ek, s_ev,
+            extra, scale, False, STAGES, BN, D, BD, INT64,
         )  # fmt: skip
     m, norm, acc = attend_tokens(
         m, norm, acc, q, q, p_q, p_q, s_q, s_q, o_r,
@@ -278,10 +292,10 @@ def _forward(
     o_m, o_d = row + tl.arange(0, M), tl.arange(0, BD)
     m_m = o_m < tokens
     place = o_m if p_place is None else tl.load(p_place + o_m, mask=m_m, other=0)
-    p_out += place[:, None].to(tl.int64) * s_out + o_d[None, :]
+    p_out += batch * s_outb + head * s_outh + place[:, None].to(tl.int64) * s_out + o_d[None, :]
     tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=m_m[:, None] & (o_d < D)[None, :])
     lse = tl.where(norm != 0, (m + tl.math.log2(norm)) * LN2, MINUS_INF)
-    tl.store(p_lse + o_m, lse, mask=m_m)
+    tl.store(p_lse + sample * tokens + o_m, lse, mask=m_m)
 
 
 SMALL_STAGES = 2  # pipeline stages of small steps
@@ -334,6 +348,8 @@ class Keys(NamedTuple):
     Attributes:
         k: Keys [batch, heads, tokens, dim].
         v: Values.
+        extra_k: Keys that every query reads [batch, heads, extra, dim]; extra may be 0.
+        extra_v: Values of the extra keys.
         means: Means [tensors, batch, heads, nodes of all levels, dim]; the last two are the means of k and v.
         counts: Number of real tokens in each node: int32 [1 or batch, nodes of all levels].
         logs: Binary logarithms of the counts.
@@ -350,6 +366,8 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor
+    extra_k: Tensor
+    extra_v: Tensor
     means: Tensor
     counts: Tensor
     logs: Tensor
@@ -364,20 +382,21 @@ class Keys(NamedTuple):
     scale: float
 
 
-@launcher
-def forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor, scatter: Tensor | None, begun: bool) -> Launch:
-    """Write the output of each query to its row of `out`, or the row that `scatter` names for it, and its natural LSE.
+def forward(q: Tensor, keys: Keys, out: Tensor, scatter: Tensor | None) -> Tensor:
+    """Write the output of each query to its row of `out`, or the row that `scatter` names for it.
 
-    Args:
-        q: Queries [batch, heads, tokens, dim].
-        keys: Everything that the queries may read.
-        out: Output.
-        lse: LSE, float32 [batch, heads, tokens]; its last dimension has stride 1.
-        scatter: Row of `out` for each query.
-        begun: Whether `out` and `lse` hold the results of attention to other keys, which are included.
+    Returns:
+        Natural LSE, float32 [batch, heads, tokens].
     """
-    strided = {"q": q, "k": keys.k, "v": keys.v, "out": out}
-    return over_queries(_forward, FORWARD, strided, keys, begun, p_lse=lse, s_lse=lse.stride(1), p_place=scatter)
+    lse = empty_lse(q)
+    _launch_forward(q, keys, out, lse, scatter)
+    return lse
+
+
+@launcher
+def _launch_forward(q: Tensor, keys: Keys, out: Tensor, lse: Tensor, scatter: Tensor | None) -> Launch:
+    strided = {"q": q, "k": keys.k, "v": keys.v, "ek": keys.extra_k, "ev": keys.extra_v, "out": out}
+    return over_queries(_forward, FORWARD, strided, keys, p_lse=lse, p_place=scatter)
 
 
 def mask_of(keys: Keys) -> Tensor:
@@ -396,7 +415,7 @@ def needs_int64(tensors: Iterable[Tensor]) -> bool:
 
 
 def over_queries(
-    kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, begun: bool, **more: Any
+    kernel: Any, configs: dict[int, KernelConfig], strided: dict[str, Tensor], keys: Keys, **more: Any
 ) -> Launch:
     """Launch of a kernel over groups of queries; arguments have the names of the kernel's parameters."""
     batch, heads, tokens, dim = strided["q"].shape
@@ -414,6 +433,7 @@ def over_queries(
         "scale": keys.scale / math.log(2),
         "heads": heads,
         "tokens": tokens,
+        "extra": keys.extra_k.shape[2],
         "nodes": keys.logs.shape[1],
         "top_k": keys.top_k,
         "s_log": batch_stride(keys.logs),
@@ -426,7 +446,7 @@ def over_queries(
         "EXCLUDE": keys.exclude,
         "MASKED": keys.real is not None,
         "EVEN": _even(keys, tokens, config),
-        "BEGUN": begun,
+        "EXTRA": keys.extra_k.shape[2] > 0,
         "B": keys.block,
         "M": config.rows,
         "BN": _wide(keys, config),

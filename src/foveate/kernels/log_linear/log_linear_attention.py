@@ -1,20 +1,16 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
 """Log-linear attention on NVIDIA GPUs: pooling, selection, and attention as one differentiable custom op."""
 
-import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveate.kernels.block import block_attention
 from foveate.kernels.launch import call, differentiable, empty_like, empty_lse, gpu_op, recorded, row_contiguous
 from foveate.kernels.log_linear.backward import backward_keys, backward_queries, list_readers
 from foveate.kernels.log_linear.forward import Keys, forward
 from foveate.kernels.log_linear.pooling import empty_means, level_sizes, level_starts, pool
 from foveate.kernels.log_linear.select_blocks import empty_lists, pick_nodes, supports
-from foveate.ops.block_table import BlockTable, block_table
 
 __all__ = ["BACKENDS", "log_linear_attention"]
 
@@ -46,36 +42,29 @@ def _attend(
     lists: list[Tensor], block: int, levels: int, top_k: int,
     enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Output, LSE, and the results of `attend_into`. Gradients do not flow through the picks.
-
-    Block attention reads the extra keys.
-    """
-    extra = 0 if extra_k is None else extra_k.shape[2]
-    if extra:
-        table = _one_block(q.shape[2], extra)
-        out, lse = block_attention.attend(q, extra_k, extra_v, table, None, scale, block_attention.kernels_for(q))
-    else:
-        out, lse = empty_like(q), empty_lse(q)
+    """Output, and the results of `attend_into`. Gradients do not flow through the picks."""
+    out = empty_like(q)
     settings = block, levels, top_k, enriched, reweight, exclude, full, scale
-    return [out, lse, *attend_into(out, lse, extra > 0, None, q, k, v, real, lists, *settings)]
+    return [out, *attend_into(out, None, q, k, v, extra_k, extra_v, real, lists, *settings)]
 
 
 @recorded
 def attend_into(
-    out: Tensor, lse: Tensor, begun: bool, scatter: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    real: Tensor | None, lists: list[Tensor], block: int, levels: int, top_k: int,
+    out: Tensor, scatter: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor | None,
+    extra_v: Tensor | None, real: Tensor | None, lists: list[Tensor], block: int, levels: int, top_k: int,
     enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Write output and LSE as `forward` does.
+    """Write the output to the rows of `out`, in order or where `scatter` says.
 
     Returns:
-        The results of `pool`, and the lists unless given. The last means are the means of k and v.
+        LSE, the results of `pool`, and the lists unless given. The last means are the means of k and v.
     """
     pooled = pool([k, v] if lists else [q, k, v], real, block, levels)
     chosen = [] if lists else pick_nodes(*pooled[:2], q.shape[2], block, levels, top_k)
+    extras = _or_nothing(k, extra_k, extra_v)
     settings = block, top_k, enriched, reweight, exclude, full, scale
-    forward(q, Keys(k, v, *pooled, lists or chosen, real, *settings), out, lse, scatter, begun)
-    return [*pooled, *chosen]
+    lse = forward(q, Keys(k, v, *extras, *pooled, lists or chosen, real, *settings), out, scatter)
+    return [lse, *pooled, *chosen]
 
 
 @torch.library.register_fake(_attend)
@@ -88,58 +77,26 @@ def _(
     return [empty_like(q), empty_lse(q), *pooled, *chosen]
 
 
-@lru_cache(64)
-def _one_block(queries: int, keys: int) -> BlockTable:
-    """Table in which all queries read all keys."""
-    return block_table([[0]], torch.tensor([0, queries]), torch.tensor([0, keys]))
+def _or_nothing(k: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Extra keys and values, or none."""
+    if extra_k is None or extra_v is None:
+        extra_k = extra_v = k.new_empty(*k.shape[:2], 0, k.shape[3])
+    return extra_k, extra_v
 
 
 @gpu_op("log_linear_attention_backward")
+@recorded
 def _backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extra_k: Tensor | None,
     extra_v: Tensor | None, real: Tensor | None, out: Tensor, lse: Tensor, pooled: list[Tensor], lists: list[Tensor],
     block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, and of the extra keys and values if any."""
-    extra = 0 if extra_k is None else extra_k.shape[2]
-    if extra:
-        table = _one_block(q.shape[2], extra)
-        read = _without_padding(grad_out, grad_lse, q, real, lse)
-        dq, *of_extra = block_attention.differentiate(
-            *read[:3], extra_k, extra_v, out, read[3], table, scale, block_attention.kernels_for(q)
-        )
-    else:
-        dq = empty_like(q)
-        of_extra = [] if extra_k is None else [empty_like(extra_k), empty_like(extra_v)]
     settings = block, top_k, enriched, reweight, exclude, full, scale
-    of_tokens = differentiate_into(
-        dq, extra > 0, grad_out, grad_lse, q, k, v, real, out, lse, pooled, lists, *settings
-    )
-    return [dq, *of_tokens, *of_extra]
-
-
-@recorded
-def differentiate_into(
-    dq: Tensor, begun: bool, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    real: Tensor | None, out: Tensor, lse: Tensor, pooled: list[Tensor], lists: list[Tensor],
-    block: int, top_k: int, enriched: int, reweight: bool, exclude: bool, full: bool, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of k and v; writes the gradient of q as `backward_queries` does."""
-    keys = Keys(k, v, *pooled, lists, real, block, top_k, enriched, reweight, exclude, full, scale)
-    numbers = backward_queries(q, keys, out, lse, grad_out, grad_lse, dq, begun)
-    return backward_keys(q, keys, *numbers, grad_out, list_readers(keys))
-
-
-def _without_padding(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, real: Tensor | None, lse: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Both gradients, queries and LSE with padding that adds nothing to the gradients of keys."""
-    if real is None:
-        return grad_out, grad_lse, q, lse
-    padding = ~real[:, None]
-    grad_out, q = (x.masked_fill(padding[..., None], 0) for x in (grad_out, q))
-    grad_lse = None if grad_lse is None else grad_lse.masked_fill(padding, 0)
-    return grad_out, grad_lse, q, lse.masked_fill(padding, math.inf)
+    keys = Keys(k, v, *_or_nothing(k, extra_k, extra_v), *pooled, lists, real, *settings)
+    dq, binary, delta = backward_queries(q, keys, out, lse, grad_out, grad_lse)
+    grads = [dq, *backward_keys(q, keys, binary, delta, grad_out, list_readers(keys))]
+    return grads[:3] if extra_k is None else grads
 
 
 @torch.library.register_fake(_backward)
