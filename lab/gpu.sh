@@ -163,6 +163,10 @@ sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
+blocks() { # [2: blocks of 16, 32 and 64 tokens at equal keys]
+  timed python3 -m lab.quality.options blocks --size 512 --prompts 64 --batch 8 --pictures out/options "${commit[@]}"
+}
+
 recommended() { # [12, estimated: the recommended settings on captions, and on photographs by image to image; resumes]
   timed python3 -m lab.quality.recommended captions --size 256 --prompts 500 --batch 32 --pictures out/recommended "${commit[@]}"
   timed python3 -m lab.quality.recommended captions --size 512 --prompts 128 --batch 8 --pictures out/recommended "${commit[@]}"
@@ -272,7 +276,7 @@ recomputed() { # [5]
 parts=(
   tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel
   parallel_training divided replicas
-  built_in quality recommended joint over_steps merging sparse distilled
+  built_in quality recommended joint over_steps merging sparse blocks distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
 )

@@ -2,6 +2,7 @@
 
 python -m lab.quality.options merging --size 256 --prompts 500 --batch 32
 python -m lab.quality.options sparse --size 512 --prompts 128 --batch 8
+python -m lab.quality.options blocks --size 512 --prompts 128 --batch 8
 """
 
 from dataclasses import dataclass
@@ -78,12 +79,13 @@ STUDIES: dict[str, list[Method]] = {
         HilbertA(tiles=16, start_percent=0.4, dense_layers="0-1", slide="curve"),
         HilbertA(tiles=16, start_percent=0.4),
     ],
+    "blocks": [LLSA(top_k=keys // block, block_size=block) for keys in (256, 512) for block in (16, 32, 64)],
 }
 """Methods by study; the others are changes of the first."""
 
 
 def main(
-    study: Annotated[str, typer.Argument(help="merging (of ToMA), or sparse (LLSA and HilbertA).")],
+    study: Annotated[str, typer.Argument(help="merging (of ToMA), sparse (LLSA and HilbertA), or blocks (of LLSA).")],
     size: Size = 256,
     prompts: Prompts = 500,
     batch: Batch = 1,
