@@ -47,6 +47,7 @@ peers() {
   mv out/heads-of-64/attention-forward-cuda.json lab/results/attention-forward-heads-of-64-cuda.json
   timed $lab log-linear --tokens 4096,16384 --heads 24 --head-dim 128 --top-k 8,16,32 "${commit[@]}" --out out/images
   mv out/images/log-linear-forward-cuda.json lab/results/log-linear-forward-images-cuda.json
+  timed python3 -m lab.bench.text_and_image lab/results/log-linear-joint-cuda.json "${commit[@]}"
 }
 
 calls() { # [6]
