@@ -112,7 +112,7 @@ def main(
     top_k: Annotated[str, typer.Option(help="Key blocks that each query block selects.")] = "8,16,32",
     block_size: Annotated[int, typer.Option(help="Tokens of a block: 16, 32 or 64.")] = 16,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 24,
-    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=32, max=256, help="Channels of a head.")] = 128,
     device: Device = "auto",
     commit: Commit = "",
 ) -> None:

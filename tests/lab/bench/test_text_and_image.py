@@ -16,7 +16,7 @@ def pattern(text, image):
 
 @pytest.mark.parametrize(("text", "image"), [(0, 100), (7, 300), (20, 256)])
 def test_the_error_is_that_of_text_and_image(text, image):
-    q, k, v = (torch.randn(1, 3, text + image, 16) for _ in range(3))
+    q, k, v = (torch.randn(1, 3, text + image, 32) for _ in range(3))
     out = joint_attention(q, k, v, pattern(text, image))
     assert error_of(out, q, k, v, pattern(text, image)) < 1e-6
     for row in (0, text, -1):
@@ -27,7 +27,7 @@ def test_the_error_is_that_of_text_and_image(text, image):
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(text_and_image, "joint_attention", lambda q, k, v, _: 2 * q)
-    *_, result = bench([("case", pattern(7, 100))], 2, 16, torch.device("cpu"), torch.float32, rounds=1)
+    *_, result = bench([("case", pattern(7, 100))], 2, 32, torch.device("cpu"), torch.float32, rounds=1)
     dense, ours = result["rows"]
     assert "median_s" in dense
     assert "median_s" not in ours
@@ -35,7 +35,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
 
 def test_the_result_is_written(tmp_path):
-    main(tmp_path / "a.json", pixels="256", text=7, top_k="2,4", heads=1, head_dim=16, device="cpu", commit="abc")
+    main(tmp_path / "a.json", pixels="256", text=7, top_k="2,4", heads=1, head_dim=32, device="cpu", commit="abc")
     result = json.loads((tmp_path / "a.json").read_text())
     assert [row["case"] for row in result["rows"][::2]] == ["256 px, top_k=2", "256 px, top_k=4"]
     assert result["versions"]["commit"] == "abc"
