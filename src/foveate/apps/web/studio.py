@@ -52,7 +52,6 @@ __all__ = [
     "Studio",
     "Tab",
     "options_of",
-    "options_text",
     "presets",
     "recommended",
     "scores",
@@ -514,22 +513,6 @@ def _kind(annotation: Any) -> tuple[Any, tuple[str, ...]]:
     if set(parts) == {bool, NoneType}:
         return "choice", ("none", "true", "false")
     return "text", tuple(choices)
-
-
-def options_text(options: list[MethodOption], values: tuple[Any, ...]) -> str:
-    """The options that differ from their defaults, as the text of the field of a form."""
-    texts = {option.name: _text(value) for option, value in zip(options, values, strict=True)}
-    return ", ".join(f"{option.name}={texts[option.name]}" for option in options if _differs(option, texts))
-
-
-def _differs(option: MethodOption, texts: dict[str, str]) -> bool:
-    return texts[option.name] not in ("", _text(option.default))
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value).strip()
 
 
 def presets(folder: Path = Path("tuned")) -> list[str]:

@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false
 """Gradio page of `foveate ui`: fields, events and layout. State and actions are in `foveate.apps.web.studio`."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from foveate.apps.web.studio import (
     Studio,
     Tab,
     options_of,
-    options_text,
     presets,
     recommended,
     scores,
@@ -46,6 +46,11 @@ AS_TAB: dict[str, Any] = {"js": f"(_, ...others) => [{TAB_ID}, ...others]"}
 """Event option: pass the id of the tab as the first of several inputs."""
 AS_TAB_ALONE: dict[str, Any] = {"js": f"() => {TAB_ID}"}
 """Event option: pass the id of the tab as the only input."""
+OPTIONS_TEXT = """(...values) => Object.entries(%s)
+    .map(([name, usual], i) => [name, String(values[i] ?? "none").trim(), usual])
+    .filter(([name, value, usual]) => value && value !== usual)
+    .map(([name, value]) => `${name}=${value}`).join(", ")"""
+"""JavaScript: the options that differ from their defaults, as text. The browser is done before the next click."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """Event option: run one event after the other."""
 NONE = "No images yet. *Generate* makes one with the dense model and one with the method, to compare."
@@ -366,10 +371,15 @@ def _options(found: list[MethodOption], name: str, lora: str, text: gr.Textbox) 
     fields = [_option(option, given.get(option.name, option.default)) for option in found if option.name in given]
     with gr.Accordion("More options" if fields else "Options: layers and steps", open=False):
         fields += [_option(option, option.default) for option in found if option.name not in given]
-    gr.on(
-        [field.change for field in fields], lambda *values: options_text(found, values), fields, text, queue=False,
-        show_progress="hidden", trigger_mode="always_last",
-    )  # fmt: skip
+    defaults = json.dumps({option.name: _text(option.default) for option in found})
+    gr.on([field.change for field in fields], None, fields, text, js=OPTIONS_TEXT % defaults)
+
+
+def _text(value: Any) -> str:
+    """A default as the browser shows it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _option(option: MethodOption, value: Any) -> Any:
