@@ -9,7 +9,7 @@ from oracle import random_table
 from foveate import HilbertA
 from foveate.kernels import launch
 from foveate.kernels.block import flash_attention
-from foveate.kernels.block.flash_attention import block_lists, supports
+from foveate.kernels.block.flash_attention import _packed, block_lists, supports
 from foveate.ops.block_table import BlockTable
 
 
@@ -32,6 +32,15 @@ def test_tables_of_whole_blocks_have_no_partial_blocks():
     full, partial, _ = block_lists(table, (128, 128))
     assert full.any()
     assert not partial.any()
+
+
+@pytest.mark.parametrize("blocks", [torch.eye(8), torch.ones(8, 1), torch.ones(1, 8), torch.ones(8, 8).tril()])
+def test_lists_have_a_last_stride_of_1_also_where_a_dimension_has_one_entry(blocks):
+    for chosen in (blocks.bool(), blocks.bool().T):
+        counts, indices = _packed(chosen, torch.device("cpu"))
+        assert counts.stride(-1) == indices.stride(-1) == 1
+        for row, count, listed in zip(chosen, counts[0, 0], indices[0, 0], strict=True):
+            assert listed[:count].tolist() == row.nonzero()[:, 0].tolist()
 
 
 def test_only_gpus_with_block_lists_are_supported(monkeypatch):

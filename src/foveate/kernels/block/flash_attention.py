@@ -98,8 +98,8 @@ def _make_lists(table: BlockTable, block: tuple[int, int], device: torch.device)
     width = {"block_size": block}
     ahead = BlockSparseTensorsTorch(*_packed(partial, device), *_packed(full, device), **width)
     back = BlockSparseTensorsTorch(*_packed(partial.T, device), *_packed(full.T, device), **width)
-    orders = map(_dense, compute_dq_write_order(*ahead[:4], *back[:4]))
-    back = back._replace(**dict(zip(("dq_write_order", "dq_write_order_full"), orders, strict=True)), spt=False)
+    order, order_full = map(_contiguous, compute_dq_write_order(*ahead[:4], *back[:4]))
+    back = back._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
     if not partial.any():
         return _Lists(ahead, back, {})
     return _Lists(ahead, back, {"mask_mod": _mask_function(), "aux_tensors": [x.to(device) for x in mask]})
@@ -138,11 +138,11 @@ def _packed(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Number of chosen blocks of each row, and their indices, for all samples: int32 [1, 1, rows(, most)]."""
     counts = chosen.sum(1)
     indices = chosen.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(counts.max()))]
-    return _dense(counts[None, None].int()).to(device), _dense(indices[None, None].int()).to(device)
+    return _contiguous(counts[None, None].int()).to(device), _contiguous(indices[None, None].int()).to(device)
 
 
-def _dense(x: Tensor) -> Tensor:
-    """A copy whose last stride is 1, which `contiguous` does not change in dimensions of one entry."""
+def _contiguous(x: Tensor) -> Tensor:
+    """A copy with last stride 1; `Tensor.contiguous` leaves any stride of a dimension of size 1 as it is."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
