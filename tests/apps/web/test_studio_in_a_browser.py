@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 
 from foveate.apps.demo.untrained import untrained_pipeline
+from foveate.apps.web.studio import options_of, recommended
+from foveate.methods import METHODS, options_in
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -161,6 +163,22 @@ def test_before_the_first_image_there_are_no_empty_panels(window, address):
     for panel in ("#slider", "#history", "#saved", "#left", "#inside", "#attention"):
         assert not tab.locator(panel).is_visible()
     assert tab.locator("input[type=range]").count() == 0  # the images have a line of their own
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_are_no_text_and_recommended_options_are_theirs(chromium, name):
+    from foveate.apps.web.studio_page import field_of, options_text
+
+    options, given = options_of(name), options_in(recommended(name))
+    tab = chromium.new_page()
+    text = f"values => ({options_text(options)})(...values)"
+    defaults = [field_of(option, option.default).value for option in options]
+    assert tab.evaluate(text, defaults) == ""
+    first = [field_of(option, given.get(option.name, option.default)).value for option in options]
+    assert tab.evaluate(text, first) in (recommended(name), "")
+    changed = [not value if isinstance(value, bool) else " 7 " for value in defaults]
+    assert tab.evaluate(text, changed).count("=") == len(options)
+    tab.close()
 
 
 def unanswered_but_generate(route):

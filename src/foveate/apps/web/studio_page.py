@@ -34,7 +34,7 @@ from foveate.plots.figures import enlarged
 from foveate.utils.files import write_whole
 from foveate.utils.progress import Track
 
-__all__ = ["build", "serve"]
+__all__ = ["build", "field_of", "options_text", "serve"]
 
 log = logging.getLogger("foveate")
 
@@ -50,7 +50,7 @@ OPTIONS_TEXT = """(...values) => Object.entries(%s)
     .map(([name, usual], i) => [name, String(values[i] ?? "none").trim(), usual])
     .filter(([name, value, usual]) => value && value !== usual)
     .map(([name, value]) => `${name}=${value}`).join(", ")"""
-"""JavaScript: the options that differ from their defaults, as text. The browser is done before the next click."""
+"""JavaScript: values of options, where they differ from the defaults, as text. A click right after sees this text."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """Event option: run one event after the other."""
 NONE = "No images yet. *Generate* makes one with the dense model and one with the method, to compare."
@@ -368,11 +368,15 @@ def _options(found: list[MethodOption], name: str, lora: str, text: gr.Textbox) 
     if not found:
         gr.Markdown("The dense model has no options." if name == "dense" else "The options are part of this method.")
         return
-    fields = [_option(option, given.get(option.name, option.default)) for option in found if option.name in given]
+    fields = [field_of(option, given.get(option.name, option.default)) for option in found if option.name in given]
     with gr.Accordion("More options" if fields else "Options: layers and steps", open=False):
-        fields += [_option(option, option.default) for option in found if option.name not in given]
-    defaults = json.dumps({option.name: _text(option.default) for option in found})
-    gr.on([field.change for field in fields], None, fields, text, js=OPTIONS_TEXT % defaults)
+        fields += [field_of(option, option.default) for option in found if option.name not in given]
+    gr.on([field.change for field in fields], None, fields, text, js=options_text(found))
+
+
+def options_text(options: list[MethodOption]) -> str:
+    """JavaScript function from the values of the fields to the text of the options that differ from their defaults."""
+    return OPTIONS_TEXT % json.dumps({option.name: _text(option.default) for option in options})
 
 
 def _text(value: Any) -> str:
@@ -382,19 +386,19 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _option(option: MethodOption, value: Any) -> Any:
+def field_of(option: MethodOption, value: Any) -> Any:
     """A switch, a number, a choice or a text for an option."""
     about: dict[str, Any] = {"label": option.name, "info": option.help, "interactive": True}
     if option.kind == "switch":
         return gr.Checkbox(value, **about)
     if option.kind in ("whole", "number"):
         return gr.Number(float(value), precision=0 if option.kind == "whole" else None, step=1, **about)
-    text = "none" if value is None and option.choices else "" if value is None else str(value)
+    text = "" if value is None and not option.choices else _text(value)
     if option.choices:
         return gr.Dropdown(
             [*dict.fromkeys([*option.choices, text])], value=text, allow_custom_value=option.kind == "text", **about
         )
-    return gr.Textbox(text.lower() if isinstance(value, bool) else text, **about)
+    return gr.Textbox(text, **about)
 
 
 def _beside(message: str, kind: str = "", field: str = "settings") -> tuple[str, str, str]:
