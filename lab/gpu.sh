@@ -274,12 +274,31 @@ recomputed() { # [5]
     --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 }
 
+# [12, estimated; the packages of lab/quality/pretrained_models.py. First the seconds of each method, which need a GPU of their
+# own, then their quality, which resumes; both at 2,048 tokens and more]
+pretrained() {
+  local some=(--device cuda "${commit[@]}") tokens
+  for tokens in 2048 7936; do
+    timed $lab pretrained --dtype bfloat16 --no-variants --tokens $tokens --texts 6 --out out/pretrained-times "${some[@]}"
+  done
+  mv lab/results/pretrained-cuda.json lab/results/pretrained-times-cuda.json
+  timed $lab pretrained "${some[@]}"
+  timed $lab pretrained --budgets 0.05,0.1,0.2,0.3 --no-variants "${some[@]}"
+  timed $lab pretrained --tokens 7936 --texts 40 --no-variants "${some[@]}"
+  timed $lab pretrained --tokens 15872 --texts 20 --no-variants --models gemma-3-270m "${some[@]}"
+}
+
+pretrained_examples() { # [10, estimated: Sub-CP with the same models; resumes]
+  timed python3 -m lab.quality.pretrained_examples --device cuda --dtype bfloat16 "${commit[@]}"
+}
+
 parts=(
   tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel
   parallel_training divided replicas
   built_in quality recommended joint over_steps merging sparse blocks distilled
   distilled_512 ablations slide
   pixel_dit pixel_model video video_lora prefill questions pools examples readers recomputed
+  pretrained pretrained_examples
 )
 for part in "${@:-${parts[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "unknown part $part: choose from ${parts[*]}" && exit 2; }

@@ -44,7 +44,7 @@ CHUNK = 256
 BOUNDARY = 8
 RESAMPLES = 2000
 MEASURES = "right", "nll", "divergence", "rows", "seconds"
-VARIANTS = "hl-hp", "tl-tp", "hl-tp", "reorder", f"boundary={BOUNDARY}", "all layers", "full-attention layers"
+VARIANTS = "hl-hp", "tl-tp", "hl-tp", "reorder", "all layers", "full-attention layers"
 
 Line = dict[str, Any]
 
@@ -62,6 +62,7 @@ def policies(budget: float, seed: int, layer_types: list[str]) -> dict[str, Reco
     full = tuple(layer for layer in band if layer_types[layer] == "full_attention")
     return {
         "InfoFlow KV": infoflow(),
+        f"boundary={BOUNDARY}": infoflow(boundary=BOUNDARY),
         "ProphetKV": ProphetKV(recompute=budget),
         "CacheBlend": CacheBlend(recompute=budget, exclude_first=True),
         "EPIC": EPIC(recompute=budget),
@@ -70,7 +71,6 @@ def policies(budget: float, seed: int, layer_types: list[str]) -> dict[str, Reco
         "tl-tp": infoflow(geometry="tl-tp"),
         "hl-tp": infoflow(geometry="hl-tp"),
         "reorder": infoflow(reorder=True),
-        f"boundary={BOUNDARY}": infoflow(boundary=BOUNDARY),
         "all layers": infoflow(scoring_layers="0%-100%"),
         **({"full-attention layers": infoflow(scoring_layers=full)} if 0 < len(full) < len(band) else {}),
     }

@@ -1,8 +1,8 @@
 # pyright: basic
 """Accuracy of small pretrained language models with in-context examples chosen by Sub-CP, at random and otherwise.
 
-python -m lab.quality.pretrained_examples --device cuda              # 20 pools, 200 questions each
-python -m lab.quality.pretrained_examples --pools 3 --questions 40   # hours on two cores
+python -m lab.quality.pretrained_examples --device cuda --dtype bfloat16   # 20 pools, 200 questions each
+python -m lab.quality.pretrained_examples --pools 3 --questions 40         # hours on two cores
 
 Every method chooses 16 examples of each pool; "nearest" (by embedding) and BM25 choose them for each question. A model
 reads them as one text, each block in a window of its own, or each block alone, whose answers are mixed. The answer is
@@ -37,7 +37,8 @@ from lab.quality.pretrained_pools import DATA, Pool, draw_pool, embedded, labell
 BLOCKS, SIZE = 4, 4
 EXAMPLES = 300  # of a pool
 DRAWS = 3  # runs of each random method
-BATCH = 16  # questions in a forward pass
+BATCH = 16  # questions in a forward pass on a CPU
+BATCH_CUDA = 256
 FOR_EACH_QUESTION = "nearest", "BM25"
 ONE_TEXT, WINDOWS, MIXTURE = "one text", "parallel windows", "mixture"
 
@@ -63,11 +64,29 @@ class Reader:
     def probabilities(self, context: PrefilledContext, questions: list[Tensor]) -> Float[Tensor, "questions labels"]:
         """Probabilities of the labels, with sum 1."""
         found = []
-        for start in range(0, len(questions), BATCH):
-            some = questions[start : start + BATCH]
+        size = BATCH if self.model.device.type == "cpu" else BATCH_CUDA
+        for start in range(0, len(questions), size):
+            some = questions[start : start + size]
             logits = context.logits(pad_sequence(some, batch_first=True))
             ends = [row[len(ids) - 1].float().cpu()[self.first] for row, ids in zip(logits, some, strict=True)]
             found.append(torch.stack(ends))
+        return torch.cat(found).softmax(-1)
+
+    @torch.no_grad()
+    def each_with_its_own(self, told: list[list[int]], questions: list[Tensor]) -> Float[Tensor, "questions labels"]:
+        """Probabilities of the labels of questions, each after the tokens of its own examples."""
+        found = []
+        for start in range(0, len(questions), BATCH):
+            some = [
+                torch.cat([torch.tensor([*self.start, *before]), question])
+                for before, question in zip(told[start : start + BATCH], questions[start : start + BATCH], strict=True)
+            ]
+            last = torch.tensor([len(ids) - 1 for ids in some])
+            kept, at = last.unique(return_inverse=True)
+            # no token attends to the padding, which follows it
+            ids = pad_sequence(some, batch_first=True).to(self.model.device)
+            logits = self.model(ids, logits_to_keep=kept.to(ids.device), use_cache=False).logits.float().cpu()
+            found.append(logits[torch.arange(len(some)), at][:, self.first])
         return torch.cat(found).softmax(-1)
 
     def _ids(self, text: str) -> list[int]:
@@ -104,13 +123,12 @@ def answer(reader: Reader, pool: Pool, method: str, seed: int) -> dict[str, floa
     """Accuracy with the examples of a method, by host."""
     right = torch.tensor([reader.labels.index(label) for label in pool.answers])
     if method in FOR_EACH_QUESTION:
-        found = []
-        for text, ids in zip(pool.questions, nearest(method, pool, BLOCKS * SIZE), strict=True):
-            told = [reader.example(pool.texts[i], pool.labels[i]) for i in ids]
-            found.append(
-                reader.probabilities(concatenate(reader.model, [told], reader.start), [reader.question(text)])
-            )
-        return {ONE_TEXT: float((torch.cat(found).argmax(1) == right).float().mean())}
+        told = [
+            [token for i in ids for token in reader.example(pool.texts[i], pool.labels[i])]
+            for ids in nearest(method, pool, BLOCKS * SIZE)
+        ]
+        found = reader.each_with_its_own(told, [reader.question(text) for text in pool.questions])
+        return {ONE_TEXT: float((found.argmax(1) == right).float().mean())}
     codes = torch.tensor([reader.labels.index(label) for label in pool.labels])
     drawn: dict[str, list[float]] = {}
     for draw in range(DRAWS if method in RANDOM else 1):
@@ -183,7 +201,7 @@ def main(
         for row in summarise(read(path))
     ]
     about = {"models": {name: about for name, (_, about) in MODELS.items()}, "blocks": BLOCKS, "size": SIZE}
-    about |= {"examples": EXAMPLES, "draws": DRAWS}
+    about |= {"examples": EXAMPLES, "draws": DRAWS, "dtype": dtype}
     print(save_result(f"pretrained-examples-{device_type()}", {"versions": versions(), **about, "rows": rows}, commit))
 
 

@@ -7,6 +7,8 @@ import torch
 from lab.quality.pretrained_examples import FOR_EACH_QUESTION, ONE_TEXT, Reader, answer, hosts, nearest, summarise
 from lab.quality.pretrained_pools import Pool, draw_pool, labelled
 
+from foveate.transformers.in_context import concatenate
+
 LABELS = ["w50", "w51"]
 
 
@@ -55,6 +57,17 @@ def test_one_text_is_the_model_alone_and_questions_of_a_batch_do_not_meet(family
         assert torch.allclose(probabilities.sum(1), torch.ones(len(some.questions)))
     with pytest.raises(ValueError, match="begin with the same token"):
         Reader(model, tiny_lm.tokenizer(), ["w50", "w50 w1"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_questions_with_their_own_examples_do_not_meet_in_a_batch(family):
+    reader = Reader(tiny_lm.language_model(family), tiny_lm.tokenizer(), LABELS)
+    told = [[5, 6, 7, 8], [9], [3] * 7]
+    questions = [reader.question("w7 w8"), reader.question("w9"), reader.question("w1")]
+    found = reader.each_with_its_own(told, questions)
+    for row, before, question in zip(found, told, questions, strict=True):
+        want = reader.probabilities(concatenate(reader.model, [[before]], reader.start), [question])[0]
+        assert torch.allclose(row, want, atol=1e-5)
 
 
 def test_the_nearest_examples_come_last():
