@@ -116,8 +116,8 @@ def main(
     out: Annotated[Path, typer.Argument(help="JSON file of the result.")],
     pixels: Annotated[str, typer.Option(help="Sides of square images, of 16 pixels for each token.")] = "1024,2048",
     text: Annotated[int, typer.Option(min=0, help="Text tokens.")] = 512,
-    top_k: Annotated[str, typer.Option(help="Key blocks that each query block selects.")] = "8,16,32",
-    block_size: Annotated[int, typer.Option(help="Tokens of a block: 16, 32 or 64.")] = 16,
+    keys: Annotated[str, typer.Option(help="Tokens that each query reads one by one.")] = "128,256,512",
+    block_size: Annotated[str, typer.Option(help="Tokens of a block: 16, 32 or 64.")] = "16,64",
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 24,
     head_dim: Annotated[int, typer.Option(min=32, max=256, help="Channels of a head.")] = 128,
     device: Device = "auto",
@@ -126,10 +126,10 @@ def main(
     """Time one call of log-linear attention over text and image, against dense attention."""
     where = choose_device(device)
     patterns = list[tuple[str, LogLinear]]()
-    for side, picks in product(numbers(pixels), numbers(top_k)):
-        options = {"top_k": picks, "block_size": block_size, "levels": None, "enrich": True}
-        image = (side // 16) ** 2
-        patterns.append((f"{side} px, top_k={picks}", LogLinear(torch.empty(text), torch.empty(image), options)))
+    for side, count, block in product(numbers(pixels), numbers(keys), numbers(block_size)):
+        options = {"top_k": count // block, "block_size": block, "levels": None, "enrich": True}
+        case = f"{side} px, top_k={count // block}, block_size={block}"
+        patterns.append((case, LogLinear(torch.empty(text), torch.empty((side // 16) ** 2), options)))
     run_and_save(out, commit, partial(bench, patterns, heads, head_dim, where, choose_dtype("auto", where)), table_of)
 
 

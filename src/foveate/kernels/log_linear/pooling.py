@@ -49,7 +49,7 @@ def _pool_node(
     m_d = (o_d < D)[None, :]
     total = tl.zeros([B, BD], tl.float32)
     count = tl.zeros([B], tl.int32)
-    for t in tl.range(0, B, loop_unroll_factor=4):  # each thread sums its own loads, without exchange
+    for t in tl.range(0, B, num_stages=3):  # each thread sums its own loads, without exchange
         o_x = o_b * B + t
         weight = (o_x < rows).to(tl.int32)  # [B]
         if WEIGHTED:
