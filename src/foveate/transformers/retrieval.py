@@ -2,6 +2,7 @@
 """Selection of passages for a question: by words, by embeddings, or by the retriever of another library."""
 
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from typing import Any
 from unicodedata import normalize
 from zipfile import ZipFile
 
-import bm25s
 from xxhash import xxh3_128
 
 from foveate.transformers.documents import SEPARATOR, Passage
@@ -23,6 +23,15 @@ from foveate.transformers.embeddings import sentence_embeddings
 from foveate.transformers.fingerprint import digest
 from foveate.transformers.folder import Folder
 from foveate.transformers.index import WORDS, ChunkIndex
+
+lax = sys.modules.get("jax.lax")
+sys.modules["jax.lax"] = None  # bm25s would run JAX, if installed, and JAX takes most of a GPU's memory
+try:
+    import bm25s
+finally:
+    del sys.modules["jax.lax"]
+    if lax is not None:
+        sys.modules["jax.lax"] = lax
 
 __all__ = ["bm25", "by_meaning", "choose", "passage_of", "words_of"]
 
