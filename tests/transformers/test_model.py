@@ -78,6 +78,13 @@ def test_a_gguf_file_is_dequantised_and_read_like_its_model(tmp_path):
         load_model(tmp_path / "none.gguf", "cpu")
 
 
+def test_a_gguf_file_needs_a_transformers_that_reads_its_tokenizer(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "5.17.0")
+    with pytest.raises(ImportError, match=r"transformers>=5\.20 is required.*found transformers==5\.17\.0"):
+        load_model(tmp_path / "tiny.gguf", "cpu")
+
+
 @pytest.mark.filterwarnings("ignore:torch")  # quantisation is deprecated
 def test_quantised_and_compiled_models_are_refused_with_their_remedy(as_a_user):
     lm = language_model(dtype=torch.float32)

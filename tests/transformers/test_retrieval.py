@@ -1,5 +1,7 @@
 """Laws of retrieval: BM25 finds texts that share words, and passages come from any supported library."""
 
+import os
+import subprocess
 import sys
 from math import log
 from types import ModuleType, SimpleNamespace
@@ -154,3 +156,13 @@ def test_a_text_without_a_name_is_named_by_its_first_words():
     assert passage_of("One two three four five six seven eight nine ten.\n") == Passage(
         "One two three four five six seven ...", "One two three four five six seven eight nine ten.\n\n"
     )  # fmt: skip
+
+
+def test_jax_is_not_run_although_it_is_installed(tmp_path):
+    """bm25s would run it, and JAX takes most of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("")
+    (tmp_path / "jax/lax.py").write_text("def top_k(*_): raise RuntimeError('JAX ran')")
+    code = "import foveate.transformers.retrieval, bm25s, jax.lax; print(jax.lax.top_k)"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": paths})

@@ -54,6 +54,7 @@ from transformers import (
     SmolLM3Config,
     SmolVLMConfig,
 )
+from transformers.utils.versions import require_version
 
 from foveate.transformers.attention import CACHE, row_model
 from foveate.transformers.control_tokens import SafeTokenizer
@@ -117,13 +118,15 @@ def load_model(
 
     Raises:
         ValueError: If the model cannot be loaded or fails the check, or device or dtype are unknown.
-        ImportError: If the model is a .gguf file, and the package gguf is not installed.
+        ImportError: If the model is a .gguf file, and the package gguf is not installed or transformers is older than
+            5.20.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
     source, options = _source(model)
     if options:
         import_module("gguf")  # transformers needs it, and names no way to install it
+        require_version("transformers>=5.20", "Older versions may split the texts of .gguf models into characters.")
     try:
         config = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
@@ -131,7 +134,7 @@ def load_model(
     check(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        if options and hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
+        if options:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         kind = AutoModelForImageTextToText if type(config) in VISION_LANGUAGE else AutoModelForCausalLM
         loaded: Any = kind.from_pretrained(source, dtype=precision, **options)

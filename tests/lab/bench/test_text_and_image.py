@@ -35,8 +35,9 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
 
 def test_the_result_is_written(tmp_path):
-    main(tmp_path / "a.json", pixels="256", text=7, keys="64,128", block_size="32", heads=1, head_dim=32, device="cpu", commit="abc")
+    sizes = {"pixels": "256", "text": 7, "keys": "64,128", "block_size": "32", "heads": 1, "head_dim": 32}
+    main(tmp_path / "a.json", **sizes, device="cpu", commit="abc")
     result = json.loads((tmp_path / "a.json").read_text())
-    assert [row["case"] for row in result["rows"][::2]] == ["256 px, top_k=2", "256 px, top_k=4"]
+    assert [row["case"] for row in result["rows"][::2]] == [f"256 px, top_k={k}, block_size=32" for k in (2, 4)]
     assert result["versions"]["commit"] == "abc"
     assert all(row["speed_up"] > 0 for row in result["rows"])
