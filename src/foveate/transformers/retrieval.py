@@ -24,8 +24,9 @@ from foveate.transformers.fingerprint import digest
 from foveate.transformers.folder import Folder
 from foveate.transformers.index import WORDS, ChunkIndex
 
+# bm25s would run JAX, if installed, and JAX takes most of a GPU's memory
 lax = sys.modules.get("jax.lax")
-sys.modules["jax.lax"] = None  # bm25s would run JAX, if installed, and JAX takes most of a GPU's memory
+sys.modules["jax.lax"] = None  # pyright: ignore[reportArgumentType]
 try:
     import bm25s
 finally:
