@@ -83,7 +83,8 @@ flux_options() { # [4]
 
 # [9: what README's table shows, on one card: exact (one tile), ToMA, LLSA, and tiles that slide diagonally and along the curve]
 flux_untrained() {
-  local methods=(--method hilberta:tiles=1 --method toma:keep=0.75 --method toma:keep=0.5 --method llsa:top_k=16) tiles how
+  local methods=(--method hilberta:tiles=1 --method toma:keep=0.75 --method toma:keep=0.5 --method llsa:top_k=16
+    --method llsa:block_size=64) tiles how
   for tiles in 4 16; do
     methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
   done
@@ -164,8 +165,9 @@ sparse() { # [24]
   timed python3 -m lab.quality.options sparse --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
 }
 
-blocks() { # [2: blocks of 16, 32 and 64 tokens at equal keys]
-  timed python3 -m lab.quality.options blocks --size 512 --prompts 64 --batch 8 --pictures out/options "${commit[@]}"
+blocks() { # [8, estimated: blocks of 16, 32 and 64 tokens at equal keys, and with dense first steps]
+  timed python3 -m lab.quality.options blocks --size 512 --prompts 128 --batch 8 --pictures out/options "${commit[@]}"
+  timed python3 -m lab.quality.options blocks --size 256 --prompts 500 --batch 32 --pictures out/options "${commit[@]}"
 }
 
 recommended() { # [12, estimated: the recommended settings on captions, and on photographs by image to image; resumes]

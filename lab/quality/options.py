@@ -79,7 +79,12 @@ STUDIES: dict[str, list[Method]] = {
         HilbertA(tiles=16, start_percent=0.4, dense_layers="0-1", slide="curve"),
         HilbertA(tiles=16, start_percent=0.4),
     ],
-    "blocks": [LLSA(top_k=keys // block, block_size=block) for keys in (256, 512, 1024) for block in (16, 32, 64)],
+    "blocks": [
+        *(LLSA(top_k=keys // block, block_size=block) for keys in (256, 512) for block in (16, 32, 64)),
+        LLSA(top_k=16, start_percent=0.4),
+        LLSA(block_size=64, start_percent=0.4),
+        LLSA(top_k=16, block_size=64, start_percent=0.4),
+    ],
 }
 """Methods by study; the others are changes of the first."""
 

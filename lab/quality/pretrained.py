@@ -44,7 +44,15 @@ CHUNK = 256
 BOUNDARY = 8
 RESAMPLES = 2000
 MEASURES = "right", "nll", "divergence", "rows", "seconds"
-VARIANTS = "hl-hp", "tl-tp", "hl-tp", "reorder", "all layers", "full-attention layers"
+VARIANTS = (
+    "hl-hp",
+    "tl-tp",
+    "hl-tp",
+    "reorder",
+    "all layers",
+    "full-attention layers",
+    f"boundary={BOUNDARY}, all layers",
+)
 
 Line = dict[str, Any]
 
@@ -72,6 +80,7 @@ def policies(budget: float, seed: int, layer_types: list[str]) -> dict[str, Reco
         "hl-tp": infoflow(geometry="hl-tp"),
         "reorder": infoflow(reorder=True),
         "all layers": infoflow(scoring_layers="0%-100%"),
+        f"boundary={BOUNDARY}, all layers": infoflow(boundary=BOUNDARY, scoring_layers="0%-100%"),
         **({"full-attention layers": infoflow(scoring_layers=full)} if 0 < len(full) < len(band) else {}),
     }
 
@@ -102,8 +111,8 @@ def measure(
             policy = policies(float(budget), seed + i, layer_types)[method] if method else NoRecompute()
             began = now(encoder.device)
             with context.patch(policy, both[i].tolist(), prompt.tolist()) as patched:
-                taken = now(encoder.device) - began
                 logits = patched.logits(last=len(answer) + 1)[:-1]
+                taken = now(encoder.device) - began
                 found.append(_measures(logits, full[i], answer, len(patched.rows), taken))
         yield name, found
 
