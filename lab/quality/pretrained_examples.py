@@ -68,8 +68,8 @@ class Reader:
         for start in range(0, len(questions), size):
             some = questions[start : start + size]
             logits = context.logits(pad_sequence(some, batch_first=True))
-            ends = [row[len(ids) - 1].float().cpu()[self.first] for row, ids in zip(logits, some, strict=True)]
-            found.append(torch.stack(ends))
+            last = [len(ids) - 1 for ids in some]
+            found.append(logits[range(len(some)), last].float().cpu()[:, self.first])
         return torch.cat(found).softmax(-1)
 
     @torch.no_grad()
