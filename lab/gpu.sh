@@ -276,7 +276,7 @@ recomputed() { # [5]
     --readers out/readers/0/reader,out/readers/1/reader,out/readers/2/reader
 }
 
-# [12, estimated; the packages of lab/quality/pretrained_models.py. First the seconds of each method, which need a GPU of their
+# [80, estimated; the packages of lab/quality/pretrained_models.py. First the seconds of each method, which need a GPU of their
 # own, then their quality, which resumes; both at 2,048 tokens and more]
 pretrained() {
   local some=(--device cuda "${commit[@]}") tokens
