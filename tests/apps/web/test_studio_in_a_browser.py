@@ -85,7 +85,7 @@ def choose(tab, name, value):
 
 
 def says(tab, text):
-    tab.locator("#said", has_text=text).wait_for()
+    tab.locator("#said, #noted").filter(has_text=text).wait_for()
 
 
 def draw(tab):
@@ -150,7 +150,7 @@ def test_a_mistake_is_a_message_while_typing(window, address):
     option(tab, "keep").fill("0.5")
     field(tab, "Size").fill("65")
     says(tab, "use multiples of 4")
-    assert 0 < tab.locator("#said").bounding_box()["y"] - field(tab, "Size").bounding_box()["y"] < 150
+    assert 0 < tab.locator("#noted").bounding_box()["y"] - field(tab, "Size").bounding_box()["y"] < 150
     field(tab, "Prompt").fill("")
     tab.locator("#said-prompt", has_text="write a prompt first").wait_for()
     assert history(tab) == 0
@@ -216,6 +216,25 @@ def test_a_lora_brings_its_method_and_takes_its_options_with_it(window, address)
     draw(tab)
 
 
+def test_a_late_answer_to_a_field_does_not_hide_what_generate_says(window, address):
+    tab = opened(window, address)
+    choose(tab, "LoRA", "built-in")
+    tab.get_by_role("button", name="Options: layers and steps").wait_for()
+    late = []
+
+    def keep(route):
+        (unanswered_but_generate if len(route.request.post_data_json["data"]) == 1 else late.append)(route)
+
+    tab.route("**/run/predict*", keep)
+    field(tab, "Seed").fill("1")
+    tab.get_by_role("button", name="Generate", exact=True).click()
+    says(tab, "does not fit this model")
+    with tab.expect_response("**/run/predict*"):
+        late[-1].continue_()
+    tab.locator("#noted", has_text="This model is loaded").wait_for()
+    says(tab, "does not fit this model")
+
+
 def test_the_methods_to_choose_include_presets(window, address):
     tab = opened(window, address)
     choose(tab, "Method", "built-in-128px-ssim-0.9")
@@ -235,6 +254,7 @@ def test_tabs_do_not_mix_and_a_history_survives_a_reload(window, address):
         assert other not in tab.locator("#saved").inner_text()
     one.reload()
     one.locator("#scores", has_text="ToMA keep=0.5").wait_for()
+    one.locator("#history button.thumbnail-item").nth(1).wait_for()
     assert history(one) == 2
 
 

@@ -84,7 +84,7 @@ STYLE = """
 .said { margin: 0; padding: .5em .8em; border-left: 4px solid #5a6675; background: var(--block-background-fill); }
 .said.wrong { border-color: #b00020; }
 .said.good { border-color: #0072b2; }
-:is(#said-prompt, #said-options, #said, #told):has(.said:empty) { display: none; }
+:is(#said-prompt, #said-options, #noted, #said, #told):has(.said:empty) { display: none; }
 #scores { min-height: 5em; }
 #scores table { overflow-wrap: anywhere; }
 body.dark, .dark { --color-accent: #6dbdf0 !important; }
@@ -207,6 +207,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
                 with gr.Row():
                     size = gr.Textbox(label="Size", info="1024, or WIDTHxHEIGHT. Empty: the default.", min_width=130)
                     steps = gr.Textbox(label="Steps", info="Empty: the default.", min_width=130)
+            noted = gr.HTML(_say(""), elem_id="noted", padding=False)
             said = gr.HTML(_say(""), elem_id="said", padding=False)
             with gr.Row():
                 draw = gr.Button("Generate", variant="primary", elem_id="draw")
@@ -250,6 +251,7 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
     fields = [prompt, method, options, model_field, lora_field, size, steps, guidance, seed]
     shown = [left, right, slider, numbers, gallery, saved, tiles, pair, inside]
     said_all = [said, said_prompt, said_options]
+    noted_all = [noted, said_prompt, said_options]  # not `said`: a late answer would hide what Generate says
 
     def form(values: Sequence[Any]) -> Form:
         return Form(*(value or "" for value in values))._replace(method=values[1] or "dense")
@@ -345,16 +347,17 @@ def _pictures(page: gr.Blocks, studio: Studio, key: gr.Textbox, model: str, lora
         return (made_for, "") if made_for else (name, recommended(name))
 
     changes = [field.change for field in fields]  # one event, so that the message is about the last change
-    gr.on(changes, check, fields, said_all, show_progress="hidden", queue=False, trigger_mode="always_last")
+    gr.on(changes, check, fields, noted_all, show_progress="hidden", queue=False, trigger_mode="always_last")
     method.input(choose_method, [method, lora_field], [options, lora_field], queue=False, show_progress="hidden")
     lora_field.input(choose_lora, [lora_field, method], [method, options], queue=False, show_progress="hidden")
     starts = [draw.click, prompt.submit]
+    gr.on(starts, None, None, noted, js=f"() => {json.dumps(_say(''))}")  # in the browser, before any answer
     _long(studio, key, starts, cancel, begin, fields, [*said_all, *shown], on=numbers)
     gr.on([left.input, right.input], again, [key, left, right], shown, queue=False, show_progress="hidden", **AS_TAB)
     gallery.select(pick, [key, left], shown, queue=False, show_progress="hidden", **AS_TAB)
     look.click(attend, [key, left, right, layer, row, column], [said, lit], **AT_A_TIME, **AS_TAB)
     tiles.select(click, [key, left, right, layer], [said, lit, row, column], **AT_A_TIME, **AS_TAB)
-    page.load(restore, [key, *fields], [*said_all, method, *shown], queue=False, **AS_TAB)
+    page.load(restore, [key, *fields], [*noted_all, method, *shown], queue=False, **AS_TAB)
 
 
 def _methods() -> list[str]:
