@@ -81,7 +81,7 @@ def test_a_gguf_file_is_dequantised_and_read_like_its_model(tmp_path):
 def test_a_gguf_file_needs_a_transformers_that_reads_its_tokenizer(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setattr("importlib.metadata.version", lambda package: "5.17.0")
-    with pytest.raises(ImportError, match=r"transformers>=5\.20 is required.*found transformers==5\.17\.0"):
+    with pytest.raises(ImportError, match=r"transformers>=5\.18 is required.*found transformers==5\.17\.0"):
         load_model(tmp_path / "tiny.gguf", "cpu")
 
 

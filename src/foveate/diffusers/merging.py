@@ -358,7 +358,7 @@ class MergedBlock:
         return forward(*args, **kwargs)
 
     def without_rope(self, rope: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments for merged tokens, without the rotary embedding if the layer's plan has one for merged tokens."""
+        """Arguments of the block; the rotary embedding rotates nothing if the plan has its own for merged tokens."""
         plans, given = self.group.merging.layer_plans, rope.of(args, kwargs)
         if given is None or not plans or plans[0].rope is None:
             return args, kwargs

@@ -119,14 +119,14 @@ def load_model(
     Raises:
         ValueError: If the model cannot be loaded or fails the check, or device or dtype are unknown.
         ImportError: If the model is a .gguf file, and the package gguf is not installed or transformers is older than
-            5.20.
+            5.18.
     """
     where = choose_device(device)
     precision = "auto" if dtype == "auto" and where.type != "cpu" else choose_dtype(dtype, where)
     source, options = _source(model)
     if options:
         import_module("gguf")  # transformers needs it, and names no way to install it
-        require_version("transformers>=5.20", "Older versions may split the texts of .gguf models into characters.")
+        require_version("transformers>=5.18", "Older versions may split the texts of .gguf models into characters.")
     try:
         config = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:

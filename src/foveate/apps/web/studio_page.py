@@ -50,7 +50,7 @@ OPTIONS_TEXT = """(...values) => Object.entries(%s)
     .map(([name, usual], i) => [name, String(values[i] ?? "none").trim(), usual])
     .filter(([name, value, usual]) => value && value !== usual)
     .map(([name, value]) => `${name}=${value}`).join(", ")"""
-"""JavaScript: values of options, where they differ from the defaults, as text. A click right after sees this text."""
+"""JavaScript that runs in the browser, so that options are complete when Generate is clicked right after a change."""
 AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model"}
 """Event option: run one event after the other."""
 NONE = "No images yet. *Generate* makes one with the dense model and one with the method, to compare."
@@ -378,7 +378,7 @@ def _options(found: list[MethodOption], name: str, lora: str, text: gr.Textbox) 
 
 
 def options_text(options: list[MethodOption]) -> str:
-    """JavaScript function from the values of the fields to the text of the options that differ from their defaults."""
+    """JavaScript function: takes the values of the fields, returns the changed options as text, such as `keep=0.5`."""
     return OPTIONS_TEXT % json.dumps({option.name: _text(option.default) for option in options})
 
 
