@@ -23,9 +23,9 @@ tests() { # [5; skips extras of Foveate that are not installed, and JAX on the G
     --continue-on-collection-errors -W "ignore:os.fork" tests
 }
 
-attention() { # [4]
-  timed $lab attention --pixels 1024,1536,2048,4096 "${results[@]}"
-  timed $lab attention --pixels 1024,1536,2048 --centre 0.25 --backward "${results[@]}"
+attention() { # [5, estimated; with flash-attn-4 installed, beside it]
+  timed $lab attention --pixels 1024,2048,4096 --centre 0.25 "${results[@]}"
+  timed $lab attention --pixels 1024,2048 --centre 0.25 --backward "${results[@]}"
 }
 
 # [8, estimated; with flash-attn-4 installed: tables of whole blocks of 128 tokens, and tables whose text is no whole number
@@ -65,10 +65,21 @@ log_linear() { # [8]
 
 train() { timed $lab train --compile "${results[@]}"; } # [4]
 
-flux() { # [22]
-  step flux-dev 1024,2048,4096 --compile --rounds 7
-  step flux-dev 1024,2048,4096 --rounds 5
-  profile flux-dev 64,128 --compile
+# [16, estimated: exact (one tile), HilbertA, LLSA and ToMA, compiled and eager, on one card; 4096 px for some of them]
+flux() {
+  local methods=() method
+  for method in hilberta:tiles={1,4,16} hilberta:tiles={4,16},slide=curve hilberta:tiles=16+toma:keep=0.5 \
+    llsa:top_k=16 llsa:block_size=64 llsa:top_k=4,block_size=64 toma:keep={0.75,0.5,0.25}; do
+    methods+=(--method "$method")
+  done
+  step flux-dev 1024,2048 --rounds 5 "${methods[@]}" --compile
+  step flux-dev 1024,2048 --rounds 5 "${methods[@]}"
+  methods=()
+  for method in hilberta:tiles={1,4,16} hilberta:tiles=16+toma:keep=0.5 llsa:block_size=64 toma:keep=0.5; do
+    methods+=(--method "$method")
+  done
+  step flux-dev 4096 --rounds 3 "${methods[@]}" --compile --out out/4096px
+  mv out/4096px/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-4096px-compiled-cuda.json
 }
 
 flux_options() { # [4]
@@ -79,20 +90,6 @@ flux_options() { # [4]
   done
   step flux-dev 1024 --compile --rounds 5 "${methods[@]}" --out out/options
   mv out/options/step-flux-dev-compiled-cuda.json lab/results/step-flux-dev-options-cuda.json
-}
-
-# [9: what README's table shows, on one card: exact (one tile), ToMA, LLSA, and tiles that slide diagonally and along the curve]
-flux_untrained() {
-  local methods=(--method hilberta:tiles=1 --method toma:keep=0.75 --method toma:keep=0.5 --method llsa:top_k=16
-    --method llsa:block_size=64) tiles how
-  for tiles in 4 16; do
-    methods+=(--method "hilberta:tiles=$tiles" --method "hilberta:tiles=$tiles,slide=curve")
-  done
-  step flux-dev 1024,2048 --rounds 5 "${methods[@]}" --out out/untrained
-  step flux-dev 1024,2048 --rounds 5 "${methods[@]}" --out out/untrained --compile
-  for how in eager compiled; do
-    mv "out/untrained/step-flux-dev-$how-cuda.json" "lab/results/step-flux-dev-untrained-$how-cuda.json"
-  done
 }
 
 sdxl() { # [7]
@@ -295,7 +292,7 @@ pretrained_examples() { # [10, estimated: Sub-CP with the same models; resumes]
 }
 
 parts=(
-  tests attention peers calls log_linear train flux flux_options flux_untrained sdxl minimax_h3 compiled parallel
+  tests attention peers calls log_linear train flux flux_options sdxl minimax_h3 compiled parallel
   parallel_training divided replicas
   built_in quality recommended joint over_steps merging sparse blocks distilled
   distilled_512 ablations slide
