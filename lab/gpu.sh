@@ -276,10 +276,8 @@ recomputed() { # [5]
 # [80, estimated; the packages of lab/quality/pretrained_models.py. First the seconds of each method, which need a GPU of their
 # own, then their quality, which resumes; both at 2,048 tokens and more]
 pretrained() {
-  local some=(--device cuda "${commit[@]}") tokens
-  for tokens in 2048 7936; do
-    timed $lab pretrained --dtype bfloat16 --no-variants --tokens $tokens --texts 6 --out out/pretrained-times "${some[@]}"
-  done
+  local some=(--device cuda "${commit[@]}")
+  timed $lab pretrained --dtype bfloat16 --no-variants --tokens 7936 --texts 6 --runs 2 --out out/pretrained-times "${some[@]}"
   mv lab/results/pretrained-cuda.json lab/results/pretrained-times-cuda.json
   timed $lab pretrained "${some[@]}"
   timed $lab pretrained --budgets 0.05,0.1,0.2,0.3 --no-variants "${some[@]}"

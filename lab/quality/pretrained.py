@@ -86,15 +86,19 @@ def policies(budget: float, seed: int, layer_types: list[str]) -> dict[str, Reco
 
 
 def measure(
-    encoder: ChunkEncoder, text: Text, names: list[str], seed: int
+    encoder: ChunkEncoder, text: Text, names: list[str], seed: int, runs: int = 1
 ) -> Iterator[tuple[str, list[dict[str, float]]]]:
-    """Each method of `names`, such as "EPIC 0.15", with its measures of each question about the text."""
+    """Each method of `names`, such as "EPIC 0.15", with its measures of each question about the text.
+
+    Everything is run so many times, and the seconds are those of the last one: the first also compiles kernels.
+    """
     context = encoder.compose(encoder.encode(text.chunks))
     layer_types = _layer_types(encoder.model.config)
     prompts = [encoder.tokens(question.prompt) for question in text.questions]
     answers = [encoder.tokens(question.answer) for question in text.questions]
     both = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
-    full, seconds = _full_prefill(context, both, [len(answer) for answer in answers])
+    for _ in range(runs):
+        full, seconds = _full_prefill(context, both, [len(answer) for answer in answers])
     yield (
         "full",
         [
@@ -109,11 +113,13 @@ def measure(
         method, _, budget = name.rpartition(" ")  # no method: "none"
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             policy = policies(float(budget), seed + i, layer_types)[method] if method else NoRecompute()
-            began = now(encoder.device)
-            with context.patch(policy, both[i].tolist(), prompt.tolist()) as patched:
-                logits = patched.logits(last=len(answer) + 1)[:-1]
-                taken = now(encoder.device) - began
-                found.append(_measures(logits, full[i], answer, len(patched.rows), taken))
+            for _ in range(runs):
+                began = now(encoder.device)
+                with context.patch(policy, both[i].tolist(), prompt.tolist()) as patched:
+                    logits = patched.logits(last=len(answer) + 1)[:-1]
+                    taken = now(encoder.device) - began
+                    measures = _measures(logits, full[i], answer, len(patched.rows), taken)
+            found.append(measures)
         yield name, found
 
 
@@ -148,8 +154,9 @@ def _measures(logits: Tensor, full: Tensor, answer: Tensor, rows: int, seconds: 
 
 
 def run(
-    encoder: ChunkEncoder, path: Path, paragraphs: list[str], texts: int, names: list[str], tokens: int, track: Track
-) -> None:
+    encoder: ChunkEncoder, path: Path, paragraphs: list[str], texts: int, names: list[str], tokens: int, runs: int,
+    track: Track,
+) -> None:  # fmt: skip
     """Measure what the file does not have yet, and append one line of JSON for each text and method."""
     done = {(line["text"], line["method"]) for line in read(path)}
     advance = track(path.stem, texts)
@@ -160,7 +167,7 @@ def run(
             news = number % 5 == 4
             text = draw_news(number, tokens, length) if news else draw_text(number, paragraphs, tokens, CHUNK, length)
             kinds = [question.kind for question in text.questions]
-            for name, found in measure(encoder, text, missing, 10 * number):
+            for name, found in measure(encoder, text, missing, 10 * number, runs):
                 line = {"text": number, "method": name, "kinds": kinds}
                 line |= {key: [one[key] for one in found] for key in MEASURES}
                 if name in missing:
@@ -264,6 +271,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of a text.")] = 2048,
     budgets: Annotated[str, typer.Option(help="Fractions of the rows, separated by commas.")] = "0.15",
     variants: Annotated[bool, typer.Option(help="Measure variants of InfoFlow KV too.")] = True,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each method. The seconds are those of the last one.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder of measurements, which are continued.")] = Path("out/pretrained"),
@@ -280,7 +288,7 @@ def main(
             for budget in budgets.split(","):
                 some = list(policies(float(budget), 0, _layer_types(model.config)))
                 names += [f"{method} {budget}" for method in some if variants or method not in VARIANTS]
-            run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, track)
+            run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, runs, track)
     found = {path.stem: summarise(read(path)) for name in MODELS for path in sorted(out.glob(f"{name}-*.jsonl"))}
     about = {"models": {name: about for name, (_, about) in MODELS.items()}, "texts": digest(paragraphs)}
     rows = [

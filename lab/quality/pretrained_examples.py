@@ -11,7 +11,7 @@ bootstrap over pools. Answers are appended to --out, and an interrupted run is c
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,14 +63,9 @@ class Reader:
 
     def probabilities(self, context: PrefilledContext, questions: list[Tensor]) -> Float[Tensor, "questions labels"]:
         """Probabilities of the labels, with sum 1."""
-        found = []
         size = BATCH if self.model.device.type == "cpu" else BATCH_CUDA
-        for start in range(0, len(questions), size):
-            some = questions[start : start + size]
-            logits = context.logits(pad_sequence(some, batch_first=True))
-            last = [len(ids) - 1 for ids in some]
-            found.append(logits[range(len(some)), last].float().cpu()[:, self.first])
-        return torch.cat(found).softmax(-1)
+        batches = (questions[start : start + size] for start in range(0, len(questions), size))
+        return torch.cat([self._after_the_last(some, context.logits) for some in batches]).softmax(-1)
 
     @torch.no_grad()
     def each_with_its_own(self, told: list[list[int]], questions: list[Tensor]) -> Float[Tensor, "questions labels"]:
@@ -81,13 +76,20 @@ class Reader:
                 torch.cat([torch.tensor([*self.start, *before]), question])
                 for before, question in zip(told[start : start + BATCH], questions[start : start + BATCH], strict=True)
             ]
-            last = torch.tensor([len(ids) - 1 for ids in some])
-            kept, at = last.unique(return_inverse=True)
-            # no token attends to the padding, which follows it
-            ids = pad_sequence(some, batch_first=True).to(self.model.device)
-            logits = self.model(ids, logits_to_keep=kept.to(ids.device), use_cache=False).logits.float().cpu()
-            found.append(logits[torch.arange(len(some)), at][:, self.first])
+            found.append(self._after_the_last(some, self._logits))
         return torch.cat(found).softmax(-1)
+
+    def _logits(self, ids: Int[Tensor, "batch tokens"], keep: Int[Tensor, "kept"]) -> Tensor:
+        device = self.model.device
+        return self.model(ids.to(device), logits_to_keep=keep.to(device), use_cache=False).logits
+
+    def _after_the_last(self, texts: list[Tensor], logits: Callable[..., Tensor]) -> Float[Tensor, "texts labels"]:
+        """Logits of the labels after the last token of each text."""
+        last = torch.tensor([len(ids) - 1 for ids in texts])
+        kept, at = last.unique(return_inverse=True)
+        # no token attends to the padding, which follows it
+        found = logits(pad_sequence(texts, batch_first=True), kept).float().cpu()
+        return found[torch.arange(len(texts)), at][:, self.first]
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids

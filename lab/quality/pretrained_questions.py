@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -26,7 +27,8 @@ __all__ = ["KINDS", "Question", "Text", "digest", "documentation", "draw_news", 
 
 KINDS = "single fact", "cut fact", "two hops", "many needles", "news"
 NEEDLES = 8
-ARTICLES = 5
+CLASSES = 5  # of articles
+TOKENS_OF_FIVE = 8192  # longest text of five articles
 PLACES = "harbour", "quarry", "library", "orchard", "bakery", "foundry", "theatre", "observatory"
 THINGS = "ledger", "compass", "telescope", "violin", "lantern", "crown", "anchor", "clock"
 NAMES = "Anna Weber", "Boris Klein", "Clara Novak", "David Moreau", "Elena Rossi", "Felix Brandt", "Greta Olsen"
@@ -145,32 +147,36 @@ def draw_text(number: int, paragraphs: list[str], tokens: int, chunk: int, lengt
 
 
 def draw_news(number: int, tokens: int, length: Length) -> Text:
-    """Five articles of different classes, a chunk each, and a question about the first sentence of all but the first.
+    """Articles of all five classes, a chunk each, and four questions about first sentences, none of the first article.
 
-    An article is cut at a sentence, so that all of them together have about this many tokens.
+    There is one article of each class, and one more for each 8,192 tokens more. An article is cut at a sentence, so
+    that all of them together have about this many tokens.
     """
     draw = random.Random(number)
     chunks: list[str] = []
     questions: list[Question] = []
-    for articles in draw.sample(list(bbc_articles().values()), ARTICLES):
+    each = ceil(tokens / TOKENS_OF_FIVE)
+    limit = tokens // (each * CLASSES)
+    for articles in draw.sample(list(bbc_articles().values()), CLASSES) * each:
         for article in draw.sample(articles, len(articles)):
             headline, _, body = article.partition("\n")
             sentences = _sentences(" ".join(body.split()))
             found = _names_and_numbers(sentences[0])
-            if found and length(" ".join(sentences)) > tokens // (2 * ARTICLES):
+            new = not any(chunk.startswith(f"{headline}\n") for chunk in chunks)
+            if new and found and length(" ".join(sentences)) > limit // 2:
                 break
         else:
-            raise ValueError(f"no article of a class has {tokens // (2 * ARTICLES)} tokens: use shorter texts")
+            raise ValueError(f"no article of a class has {limit // 2} tokens: use shorter texts")
         text = f"{headline}\n"
         for sentence in sentences:
-            if length(text + sentence) > tokens // ARTICLES:
+            if length(text + sentence) > limit:
                 break
             text += sentence + " "
         chunks.append(text + "\n\n")
         start, stop = draw.choice(found)
         prompt = _prompt(f"How does the article '{headline}' begin?", sentences[0][:start].rstrip())
         questions.append(Question("news", prompt, f" {sentences[0][start:stop]}"))
-    return Text(chunks, questions[1:])
+    return Text(chunks, questions[each::each])
 
 
 def _prompt(question: str, begin: str) -> str:

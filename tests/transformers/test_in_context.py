@@ -49,6 +49,8 @@ def test_concatenation_is_one_text(make):
     with torch.no_grad():
         want = model(torch.tensor([[*START, *tokens(BLOCKS), *QUESTION]])).logits[:, -2:]
     assert torch.allclose(context.logits(torch.tensor([QUESTION])), want)
+    assert torch.allclose(context.logits(torch.tensor([QUESTION]), keep=1), want[:, -1:])
+    assert torch.allclose(context.logits(torch.tensor([QUESTION]), keep=torch.tensor([1, 0])), want.flip(1))
     assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))
     assert torch.allclose(context.score(QUESTION, ANSWERS), plain(model, BLOCKS))  # the context is unchanged
     assert torch.allclose(context.score([22], ANSWERS), plain(model, BLOCKS, [22]))
@@ -152,7 +154,7 @@ FALCON = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "
     ],
 )
 def test_models_with_layers_that_do_not_attend_to_all_previous_tokens_are_refused(make, has):
-    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids{has}$"):
+    with pytest.raises(ValueError, match=f"does not take blocks: .* takes position_ids and logits_to_keep{has}$"):
         concatenate(make().eval(), BLOCKS)
 
 

@@ -59,8 +59,15 @@ class PrefilledContext(NamedTuple):
         return int(self.positions.max()) + 1
 
     @torch.no_grad()
-    def logits(self, text: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Next-token logits after each token of a text that follows the context. The context stays unchanged.
+    def logits(
+        self, text: Int[Tensor, "batch tokens"], keep: int | Int[Tensor, "kept"] = 0
+    ) -> Float[Tensor, "batch kept vocabulary"]:
+        """Next-token logits after tokens of a text that follows the context. The context stays unchanged.
+
+        Args:
+            text: Token ids.
+            keep: Number of last tokens to return logits for, or the indices of tokens; 0 is all. The logits of a token
+                take as much memory as the vocabulary is large.
 
         Raises:
             ValueError: If context and text exceed the model's context length.
@@ -76,6 +83,7 @@ class PrefilledContext(NamedTuple):
             text.to(self.model.device),
             attention_mask=mask,
             position_ids=at[None].to(self.model.device),
+            logits_to_keep=keep,
             **{CACHE: cache},
         ).logits
 
@@ -93,12 +101,11 @@ class PrefilledContext(NamedTuple):
             raise ValueError("the question and each answer need at least one token: pass their token ids")
         longest = max(map(len, answers))
         padded = [[*question, *answer] + [0] * (longest - len(answer)) for answer in answers]
-        logits = self.logits(torch.tensor(padded))
+        logits = self.logits(torch.tensor(padded), keep=longest + 1)
         wide = torch.promote_types(logits.dtype, torch.float32)  # half precision cannot distinguish close answers
         log_probabilities = logits.to(wide).log_softmax(-1)
         scores = [
-            log_probabilities[index, range(len(question) - 1, len(question) - 1 + len(answer)), list(answer)].sum()
-            for index, answer in enumerate(answers)
+            log_probabilities[index, range(len(answer)), list(answer)].sum() for index, answer in enumerate(answers)
         ]
         return torch.stack(scores).log_softmax(0)
 
@@ -203,7 +210,7 @@ class PromptedModel(NamedTuple):
         ends = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
         while len(generated) < max_new_tokens:
             text = torch.tensor([[*prompt, *generated]])
-            scores = [context.logits(text)[0, -1].float().log_softmax(-1) for context in self.contexts]
+            scores = [context.logits(text, keep=1)[0, 0].float().log_softmax(-1) for context in self.contexts]
             token = int(ensemble(scores, self._weights(weights), mix).argmax())
             if token in ends:
                 break
@@ -271,10 +278,10 @@ def check_reads_blocks(config: Any, kind: Any = None) -> None:
     if getattr(config, "alibi", False):
         kinds.add("alibi")  # it ignores position_ids
     windowed = getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")
-    if kinds or windowed or "position_ids" not in signature(kind.forward).parameters:
+    if kinds or windowed or not {"position_ids", "logits_to_keep"} <= set(signature(kind.forward).parameters):
         raise ValueError(
             f"{kind.__name__} does not take blocks: use a model whose layers attend to all previous tokens, some of "
-            f"them perhaps in a sliding window, and that takes position_ids"
+            f"them perhaps in a sliding window, and that takes position_ids and logits_to_keep"
             f"{' (it has ' + ', '.join(sorted(kinds)) + ')' if kinds else ''}"
         )
 
@@ -289,7 +296,7 @@ def _prefill(model: PreTrainedModel, tokens: list[int]) -> PrefilledContext:
     _check_length(model, len(tokens))
     text = torch.tensor([tokens], device=model.device)
     cache: Any = DynamicCache()
-    model(text, **{CACHE: cache}, use_cache=True)
+    model(text, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     return PrefilledContext(model, [(layer.keys, layer.values) for layer in cache.layers], torch.arange(len(tokens)))
 
 

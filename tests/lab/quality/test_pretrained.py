@@ -64,6 +64,17 @@ def test_news_are_asked_about_names_and_numbers_of_first_sentences(monkeypatch):
         assert story.startswith(question.prompt.partition("Answer: ")[2] + question.answer)
 
 
+def test_longer_texts_have_more_articles_and_as_many_questions(monkeypatch):
+    body = "The old mayor of this small town in the north met Ada Brown on Monday. " + "It rained all day. " * 400
+    articles = {f"class {i}": [f"Headline {i}.{j}\n\n{body}" for j in range(3)] for i in range(5)}
+    monkeypatch.setattr(pretrained_questions, "bbc_articles", lambda: articles)
+    text = draw_news(0, 15872, length)
+    headlines = [chunk.partition("\n")[0] for chunk in text.chunks]
+    assert len(set(headlines)) == 10
+    assert [question.prompt.split("'")[1] for question in text.questions] == headlines[2::2]
+    assert 15000 < sum(map(length, text.chunks)) <= 15880
+
+
 def test_documentation_is_prose_and_is_kept(tmp_path):
     found = documentation(tmp_path)
     assert len(found) > 100
@@ -89,6 +100,9 @@ def test_all_rows_are_the_full_prefill_and_measures_follow_their_definitions():
                 assert got["nll"] == pytest.approx(found["full"][i]["nll"], abs=1e-5)
         assert (found["none"][i]["rows"], found["EPIC 0.2"][i]["rows"]) == (0, len(context) // 5)
         assert found["none"][i]["divergence"] > 1e-3
+    (_, again), (_, epic) = measure(encoder, TEXT, ["EPIC 0.2"], 0, runs=2)
+    assert len(again) == len(epic) == len(TEXT.questions)
+    assert [{**one, "seconds": 0} for one in epic] == [{**one, "seconds": 0} for one in found["EPIC 0.2"]]
 
 
 def test_variants_are_those_that_can_be_left_out():
