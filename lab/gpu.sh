@@ -18,7 +18,7 @@ timed() { echo "== $(date +%T) $*" && "$@"; }
 step() { timed $foveate bench step --model "$1" --size "$2" "${results[@]}" "${@:3}"; }
 profile() { timed $lab step-profile --model "$1" --sides "$2" "${results[@]}" "${@:3}"; }
 
-tests() { # [5; skips extras of Foveate that are not installed, and JAX on the GPU, which would take all memory]
+tests() { # [5; needs beartype; skips extras of Foveate that are not installed, and JAX on the GPU, which would take all memory]
   JAX_PLATFORMS=cpu timed python3 -m pytest -p no:benchmark -n 8 -m gpu -rf --tb=short --show-capture=no \
     --continue-on-collection-errors -W "ignore:os.fork" tests
 }
