@@ -184,6 +184,8 @@ for dim, half in ((64, "fp16"), (128, "bf16")):
         constants |= {"M": config.rows, "BN": config.step, "BK": config.small // 16}
         constants |= {"SMALL_STAGES": forward.SMALL_STAGES, "EVEN": dim == 64, "EXTRA": dim == 128}
         report(f"log-linear {kernel.__name__[1:]}", dim, half, kernel, constants, *rest)
+        if kernel is forward._forward:
+            report("log-linear without picked means", dim, half, kernel, constants | {"EXCLUDE": True}, *rest)
     kernel, sums = backward._backward_keys, {"p_xk": "*fp32", "p_xv": "*fp32"}
     for name, configs in (("tokens", backward.BACKWARD_TOKENS), ("nodes", backward.BACKWARD_NODES)):
         kinds = {"NODES": name == "nodes", "FOLD": name == "tokens"}

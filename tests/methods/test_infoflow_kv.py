@@ -55,13 +55,14 @@ def test_the_best_eligible_rows_are_chosen(scores, recompute, exclude_first, met
 @given(
     scores=st.lists(st.integers(0, 4), min_size=20, max_size=20),
     recompute=st.floats(0, 1),
-    boundary=st.integers(0, 12),
+    boundary=st.integers(0, 12) | st.floats(0, 1, exclude_max=True),
     exclude_first=st.booleans(),
 )
 def test_boundary_rows_come_before_all_others(scores, recompute, boundary, exclude_first):
     method = InfoFlowKV(recompute=recompute, boundary=boundary, exclude_first=exclude_first)
     rows = method.rows(ComposedCache(torch.tensor(scores).double())).tolist()
-    reserved = {row for start, stop in SPANS[1:] for row in range(start, stop) if row < start + boundary}
+    first = boundary if boundary >= 1 else math.floor(boundary * method.budget(SPANS) / 2)
+    reserved = {row for start, stop in SPANS[1:] for row in range(start, stop) if row < start + first}
     eligible = range(6 if exclude_first else 0, 20)
     best = sorted(eligible, key=lambda row: (row not in reserved, -scores[row], row))
     assert rows == sorted(best[: method.budget(SPANS)])
@@ -141,8 +142,10 @@ def test_geometries_keep_chunks_contiguous_and_the_prefix_first():
         ({"recompute": -0.1}, "0 to 1, not -0.1"),
         ({"norm": "max"}, "one of l2, l1, entropy, not 'max'"),
         ({"geometry": "local"}, "one of global, hl-hp, tl-tp, hl-tp, not 'local'"),
-        ({"boundary": -1}, "0 or more, not -1"),
-        ({"boundary": 1.5}, "a whole number, not 1.5"),
+        ({"boundary": -1}, "below 1, or a whole number of rows of each chunk, not -1"),
+        ({"boundary": math.inf}, "not inf"),
+        ({"boundary": math.nan}, "not nan"),
+        ({"boundary": 1.5}, "a whole number of rows of each chunk, not 1.5"),
         ({"scoring_layers": 3}, r"must be text or numbers in parentheses.*, not 3"),
         ({"scoring_layers": [1, 2]}, "not .1, 2."),
         ({"scoring_layers": (1.5,)}, "not .1.5,."),

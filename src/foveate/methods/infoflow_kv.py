@@ -42,8 +42,9 @@ class InfoFlowKV(PartialRecompute):
         reorder: Move high-scoring chunks to the end, next to the prompt. For chunks that are not one continuous text.
         exclude_first: Never recompute the prefix and the first chunk: their cache is exact. The authors' code
             recomputes them with `reorder`.
-        boundary: Number of rows at the start of every chunk but the first that are recomputed before all others,
-            highest scores first. 0 is the paper's method.
+        boundary: Rows at the start of every chunk but the first that are recomputed before all others: below 1 the
+            share of all recomputed rows that goes to them, equally to each chunk; from 1 on their number in each
+            chunk. Highest scores come first. 0 is the paper's method.
 
     Examples:
         >>> InfoFlowKV().layers(32)
@@ -61,7 +62,7 @@ class InfoFlowKV(PartialRecompute):
     norm: Norm = "l2"
     geometry: Geometry = "global"
     reorder: bool = False
-    boundary: int = 0
+    boundary: float = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,8 +72,11 @@ class InfoFlowKV(PartialRecompute):
             raise ValueError(
                 f'scoring_layers is a band such as "55%-78%", or numbers such as (22, 23), not {self.scoring_layers!r}'
             )
-        if self.boundary < 0:
-            raise ValueError(f"boundary is a number of rows of each chunk, 0 or more, not {self.boundary}")
+        if not (0 <= self.boundary < 1 or (self.boundary >= 1 and float(self.boundary).is_integer())):
+            raise ValueError(
+                "boundary is a share of the recomputed rows, from 0 to below 1, or a whole number of rows of each "
+                f"chunk, not {self.boundary}"
+            )
 
     def layers(self, number: int) -> tuple[int, ...]:
         """Scoring layers of a model with `number` layers.
@@ -105,12 +109,18 @@ class InfoFlowKV(PartialRecompute):
 
     def select(self, scores: Float[Tensor, "context"], spans: Spans) -> Int[Tensor, "rows"]:
         """Rows with the highest scores, ascending; rows of `boundary` are taken before all others."""
-        if not self.boundary:
+        if not (first := self._first_rows(spans)):
             return super().select(scores, spans)
         rank = scores.argsort(stable=True, descending=True).argsort().neg().float()
         for start, stop in spans[1:]:
-            rank[start : min(start + self.boundary, stop)] += len(rank)
+            rank[start : min(start + first, stop)] += len(rank)
         return super().select(rank, spans)
+
+    def _first_rows(self, spans: Spans) -> int:
+        """Rows at the start of each chunk but the first that come before all others."""
+        if self.boundary >= 1 or len(spans) == 1:
+            return int(self.boundary)
+        return floor(self.boundary * self.budget(spans) / (len(spans) - 1))
 
 
 def _band(text: str) -> tuple[int, int]:

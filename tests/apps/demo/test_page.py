@@ -51,8 +51,9 @@ def test_the_page_says_what_foveate_is_and_leaves_noise_out(tmp_path):
     html = (tmp_path / PAGE).read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", html, flags=re.DOTALL)).split())
     assert text.index(page.HEADLINE) < text.index("a cat") < text.index("Measured on GPUs")
-    largest = "1.35\u00d7 run at 2048 px, NVIDIA H200", "1.37\u00d7 run at 2048 px, NVIDIA H200"
-    for words in ("from foveate import ToMA, apply", page.MERGES, "NVIDIA H200, cd2a3bd", *largest):
+    _, toma, _, hilberta = page.IMAGE_SPEEDS
+    largest = (row.large.replace("x", "\u00d7 run at 2048 px, NVIDIA H200") for row in (toma, hilberta))
+    for words in ("from foveate import ToMA, apply", page.MERGES, f"NVIDIA H200, {toma.commit}", *largest):
         assert words in text
     for words in ("uncertain", "per step", "on this machine (", "Step time"):
         assert words not in text

@@ -131,8 +131,8 @@ def attend_means(
     B: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Attend to the means visible to all rows."""
+    FULL: tl.constexpr = EVEN and not EXCLUDE  # pyright: ignore[reportAssignmentType]
     nodes, ancestor, span = tl.cdiv(tokens, B), row // B, tokens * 0 + B  # not a constant: it changes in the loop
-    o_m = tl.minimum(row + tl.arange(0, M), tokens - 1) // B  # ancestor of each row
     for level in tl.static_range(ENRICHED):
         above, parent = tl.cdiv(nodes, B), ancestor // B
         picks = tl.minimum(top_k, above)
@@ -147,19 +147,22 @@ def attend_means(
                 o_j = start // B + tl.arange(0, BN // B)
                 pick = tl.load(p_above + o_j) if EVEN else tl.load(p_above + o_j, mask=o_j < picks, other=-1)
                 o_n = children(pick if EVEN else tl.where(pick >= 0, pick, above), B)  # no pick: past the end
-            if EVEN:
+            if FULL:
                 bias = tl.math.log2(span.to(tl.float32)) if REWEIGHT else 0.0
             else:
                 bias = node_bias(p_logs, o_n, nodes, span, tokens, REWEIGHT, MASKED)[None, :]
-                if EXCLUDE:
-                    own = (sample * nodes + o_m)[:, None]
-                    bias = mask_picked(bias, lists[level], own, tl.minimum(top_k, nodes), o_n[None, :])
+                if EXCLUDE:  # what the rows of a block picked; above blocks all rows have the same ancestor
+                    G: tl.constexpr = M // B if level == 0 else 1  # pyright: ignore[reportAssignmentType]
+                    own = sample * nodes + tl.minimum(ancestor + tl.arange(0, G), nodes - 1)
+                    bias = mask_picked(bias, lists[level], own[:, None], tl.minimum(top_k, nodes), o_n[None, :])
+                    if G > 1:
+                        bias = tl.reshape(tl.broadcast_to(bias[:, None, :], [G, B, BN]), [M, BN])
                 o_n = tl.minimum(o_n, nodes - 1)
-            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, EVEN, D, BD, INT64)
+            m, norm, acc = _step(m, norm, acc, q, g, p_mk, p_mv, D, D, o_n, bias, scale, GRADIENT, FULL, D, BD, INT64)
         p_mk += nodes.to(tl.int64) * D
         p_mv += nodes.to(tl.int64) * D
         p_logs += nodes
-        nodes, ancestor, span, o_m = above, parent, span * B, o_m // B
+        nodes, ancestor, span = above, parent, span * B
     return m, norm, acc
 
 
@@ -476,13 +479,7 @@ def _small(keys: Keys, config: KernelConfig) -> int:
 def _even(keys: Keys, tokens: int, config: KernelConfig) -> bool:
     """Whether all nodes, lists and steps are full, so that the kernel needs no masks."""
     levels, wide = len(keys.lists), _wide(keys, config)
-    whole = (
-        keys.full
-        and keys.real is None
-        and not keys.exclude
-        and tokens % keys.block**levels == 0
-        and tokens % config.rows == 0
-    )
+    whole = keys.full and keys.real is None and tokens % keys.block**levels == 0 and tokens % config.rows == 0
     top, picks = tokens // keys.block**levels, [chosen.shape[3] for chosen in keys.lists]
     steps = [picks[0] * keys.block % (_small(keys, config) * keys.block)]
     if keys.enriched == levels:
