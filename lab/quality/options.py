@@ -84,6 +84,8 @@ STUDIES: dict[str, list[Method]] = {
         LLSA(top_k=16, start_percent=0.4),
         LLSA(block_size=64, start_percent=0.4),
         LLSA(top_k=16, block_size=64, start_percent=0.4),
+        LLSAMeans(top_k=16, exclude_selected=True, start_percent=0.4),
+        LLSAMeans(block_size=64, exclude_selected=True, start_percent=0.4),
     ],
 }
 """Methods by study; the others are changes of the first."""
