@@ -84,7 +84,7 @@ flux() {
 
 flux_options() { # [4]
   local methods=() method
-  for method in todo tomesd tofu toma:keep=0.75 toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
+  for method in todo tomesd tofu toma:keep={0.75,0.5,0.25} toma:dst_every=1,weights_every=1 toma:dst_every=50,weights_every=50 \
     toma:granularity=module "toma:granularity=module,tile=(4,4)" "toma:tile=(4,4)" "toma:tile=(16,16)"; do
     methods+=(--method "$method")
   done
