@@ -154,8 +154,8 @@ def _measures(logits: Tensor, full: Tensor, answer: Tensor, rows: int, seconds: 
 
 
 def run(
-    encoder: ChunkEncoder, path: Path, paragraphs: list[str], texts: int, names: list[str], tokens: int, runs: int,
-    track: Track,
+    encoder: ChunkEncoder, path: Path, paragraphs: list[str], texts: int, names: list[str], tokens: int, track: Track,
+    runs: int = 1,
 ) -> None:  # fmt: skip
     """Measure what the file does not have yet, and append one line of JSON for each text and method."""
     done = {(line["text"], line["method"]) for line in read(path)}
@@ -288,7 +288,7 @@ def main(
             for budget in budgets.split(","):
                 some = list(policies(float(budget), 0, _layer_types(model.config)))
                 names += [f"{method} {budget}" for method in some if variants or method not in VARIANTS]
-            run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, runs, track)
+            run(encoder, out / f"{name}-{tokens}.jsonl", paragraphs, texts, names, tokens, track, runs)
     found = {path.stem: summarise(read(path)) for name in MODELS for path in sorted(out.glob(f"{name}-*.jsonl"))}
     about = {"models": {name: about for name, (_, about) in MODELS.items()}, "texts": digest(paragraphs)}
     rows = [
