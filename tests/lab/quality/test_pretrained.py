@@ -116,7 +116,7 @@ def test_variants_are_those_that_can_be_left_out():
 def test_an_interrupted_run_continues_with_what_is_missing(monkeypatch, tmp_path):
     calls = []
 
-    def measured(encoder, text, names, seed):
+    def measured(encoder, text, names, seed, runs):
         calls.append((seed, names))
         for name in dict.fromkeys(["full", *names]):
             yield name, [dict.fromkeys(MEASURES, 1.0) for _ in text.questions]
