@@ -41,7 +41,7 @@ from lab.quality.pretrained_models import MODELS, pretrained
 from lab.quality.pretrained_questions import KINDS, Text, digest, documentation, draw_news, draw_text
 
 CHUNK = 256
-BOUNDARY = 8
+BOUNDARY, SHARE = 8, 0.25
 RESAMPLES = 2000
 MEASURES = "right", "nll", "divergence", "rows", "seconds"
 VARIANTS = (
@@ -71,6 +71,7 @@ def policies(budget: float, seed: int, layer_types: list[str]) -> dict[str, Reco
     return {
         "InfoFlow KV": infoflow(),
         f"boundary={BOUNDARY}": infoflow(boundary=BOUNDARY),
+        f"boundary={SHARE}": infoflow(boundary=SHARE),
         "ProphetKV": ProphetKV(recompute=budget),
         "CacheBlend": CacheBlend(recompute=budget, exclude_first=True),
         "EPIC": EPIC(recompute=budget),
