@@ -256,6 +256,8 @@ def test_methods_of_a_compiled_model_are_timed_one_by_one(monkeypatch):
     monkeypatch.setattr(step.Setup, "step", lambda setup, grid: made(setup, grid)._replace(compiled=True))
     rows = bench([16], methods=[HilbertA(tiles=4), ToDo()])["rows"]
     assert [row["variant"] for row in rows] == ["dense", "HilbertA T=4", "ToDo f=2", "dense, again"]
+    assert rows[1]["forwards"] == 10
+    assert rows[1]["step_s"] == rows[1]["median_s"]  # its steps are all alike, as those of dense
 
 
 def test_cuda_graphs_are_refused_without_a_gpu():

@@ -174,7 +174,8 @@ def bench_step(
     of the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
     shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
     graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
-    kernels. In a compiled model all methods are timed one by one, because some compile it anew. A method that does not
+    kernels. In a compiled model all methods are timed one by one, because some compile it anew; the time of those that
+    merge no tokens is a median there too. A method that does not
     fit the model or stays dense at a size is named in `skipped`, and the others are timed.
 
     Args:
@@ -335,7 +336,7 @@ def _in_turns(
 
 
 def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: Track) -> dict[str, Any]:
-    """Row of a method that merges tokens, timed over whole cycles of its schedule, plans included."""
+    """Row of a method timed alone; if it merges tokens, over whole cycles of its schedule, plans included."""
     merging = merging_part(method) or NO_CYCLE
     device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
     steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)
@@ -356,7 +357,7 @@ def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: 
         again = lambda: step.run_as(steps)  # noqa: E731
         enqueue, graph = _enqueue_seconds(step, again, rounds), _graph_seconds(step, again, rounds)
     step.pipe.scheduler.set_begin_index(0)
-    return _row(method, mean(taken), taken, peak, enqueue, graph)
+    return _row(method, (mean if merging_part(method) else median)(taken), taken, peak, enqueue, graph)
 
 
 def _enqueue_seconds(step: Step, forward: Callable[[], object], rounds: int) -> float:

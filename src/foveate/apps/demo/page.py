@@ -25,12 +25,12 @@ IMAGE_SPEEDS = (
     Measured("dense", "dense", "95.7 %", "1.00x", "1.00x", H200, "0d41e4b"),
     Measured("ToMA, three quarters of the tokens", "ToMA", "95.7 %", "1.16x", "1.34x", H200, "0d41e4b", MERGES),
     Measured(
-        "LLSA, top_k=16, no LoRA, first two fifths of the steps dense", "LLSA", "95.6 %", "1.01x",
+        "LLSA, top_k=16, no LoRA, first two fifths of the steps dense", "LLSA", "95.6 %", "1.02x",
         "1.27x", H200, "0d41e4b", SELECTS,
     ),
     Measured(
-        "HilbertA, 4 tiles along the curve, as in the paper, with its LoRA", "HilbertA", "94.0 %", "1.06x",
-        "1.38x", H200, "0d41e4b", TILES,
+        "HilbertA, 4 tiles along the curve, as in the paper, with its LoRA", "HilbertA", "94.0 %", "1.07x",
+        "1.37x", H200, "0d41e4b", TILES,
     ),
 )  # fmt: skip
 """Rows of the README's table: objects in images of the built-in model, and speed-up of a run of FLUX.1-dev's size."""
