@@ -147,10 +147,11 @@ def draw_text(number: int, paragraphs: list[str], tokens: int, chunk: int, lengt
 
 
 def draw_news(number: int, tokens: int, length: Length) -> Text:
-    """Articles of all five classes, a chunk each, and four questions about first sentences, none of the first article.
+    """News articles of all five classes, each in its own chunk, and four questions about how some of them begin.
 
-    There is one article of each class, and one more for each 8,192 tokens more. An article is cut at a sentence, so
-    that all of them together have about this many tokens.
+    No question is about the first article. A text of up to 8,192 tokens has one article of each class, a longer one
+    has one more of each for every further 8,192 tokens. Articles are cut after a sentence, so that together they have
+    about `tokens` tokens.
     """
     draw = random.Random(number)
     chunks: list[str] = []

@@ -42,9 +42,10 @@ class InfoFlowKV(PartialRecompute):
         reorder: Move high-scoring chunks to the end, next to the prompt. For chunks that are not one continuous text.
         exclude_first: Never recompute the prefix and the first chunk: their cache is exact. The authors' code
             recomputes them with `reorder`.
-        boundary: Rows at the start of every chunk but the first that are recomputed before all others: below 1 the
-            share of all recomputed rows that goes to them, equally to each chunk; from 1 on their number in each
-            chunk. Highest scores come first. 0 is the paper's method.
+        boundary: Rows at the start of each chunk except the first that are recomputed before all others. A number
+            below 1 is the share of the budget that they take, rounded down to the same number of rows in each chunk; a
+            whole number from 1 on is the number of rows in each chunk. Highest scores come first. 0 is the paper's
+            method.
 
     Examples:
         >>> InfoFlowKV().layers(32)
@@ -117,10 +118,10 @@ class InfoFlowKV(PartialRecompute):
         return super().select(rank, spans)
 
     def _first_rows(self, spans: Spans) -> int:
-        """Rows at the start of each chunk but the first that come before all others."""
-        if self.boundary >= 1 or len(spans) == 1:
+        """Number of rows at the start of each chunk except the first that come before all others."""
+        if self.boundary >= 1:
             return int(self.boundary)
-        return floor(self.boundary * self.budget(spans) / (len(spans) - 1))
+        return floor(self.boundary * self.budget(spans) / max(1, len(spans) - 1))
 
 
 def _band(text: str) -> tuple[int, int]:

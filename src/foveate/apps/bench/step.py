@@ -174,9 +174,9 @@ def bench_step(
     of the machine. `enqueue_s` is the time until the forward pass returns, before the device is done: as long as it is
     shorter than `step_s`, the processor does not limit the step. On a GPU the forward pass is also timed as one CUDA
     graph (`graph_s`; for token merging a step that makes no plan), which shows the time without the cost of launching
-    kernels. In a compiled model all methods are timed one by one, because some compile it anew; the time of those that
-    merge no tokens is a median there too. A method that does not
-    fit the model or stays dense at a size is named in `skipped`, and the others are timed.
+    kernels. In a compiled model all methods are timed one by one, because some compile it anew; for methods that merge
+    no tokens `step_s` is the median there too. A method that does not fit the model or stays dense at a size is named
+    in `skipped`, and the others are timed.
 
     Args:
         setup: Model and methods.
@@ -313,7 +313,7 @@ def _measured(
     yield from _in_turns(step, in_turns, rounds, track(size, len(in_turns) * (rounds + 1)))
     for method in methods:
         if method not in in_turns:
-            yield _scheduled(step, method, rounds, track)
+            yield _alone(step, method, rounds, track)
     if len(in_turns) <= len(methods):
         (row,) = _in_turns(step, [None], rounds, track("dense, again", rounds + 1))
         yield row | {"variant": "dense, again"}
@@ -335,8 +335,8 @@ def _in_turns(
     ]
 
 
-def _scheduled(step: Step, method: Method | ComposedMethod, rounds: int, track: Track) -> dict[str, Any]:
-    """Row of a method timed alone; if it merges tokens, over whole cycles of its schedule, plans included."""
+def _alone(step: Step, method: Method | ComposedMethod, rounds: int, track: Track) -> dict[str, Any]:
+    """Row of one method, timed by itself. Token merging is timed over whole cycles of its schedule, with its plans."""
     merging = merging_part(method) or NO_CYCLE
     device, cycle = step.pipe.device, lcm(merging.dst_every, merging.merge_every)
     steps = cycle * ceil(max(rounds, LEAST_STEPS) / cycle)
